@@ -1,0 +1,44 @@
+"""kimi_jax: Kimi Linear and Kimi K3 in JAX, spread over devices by the rules of `sharding_rules`.
+
+model = kimi_jax.load()                       # the small trained checkpoint in the package, on one device
+kimi_jax.generate(model, "In the beginning")[0].text
+"""
+
+from typing import Any
+
+from kimi_jax import config
+from kimi_jax.config import Config
+from kimi_jax.generate import Completion, Piece, generate, stream
+from kimi_jax.runtime import Model, load, random_model
+from kimi_jax.sampling import Greedy, MinP, Temperature, TopK, TopP
+from kimi_jax.state import State
+from kimi_jax.testing import simulate_devices
+from kimi_jax.version import __version__
+
+__all__ = [
+    "KIMI_K3",
+    "KIMI_LINEAR_48B",
+    "Completion",
+    "Config",
+    "Greedy",
+    "MinP",
+    "Model",
+    "Piece",
+    "State",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "__version__",
+    "generate",
+    "load",
+    "random_model",
+    "simulate_devices",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The published configurations, read when first asked for."""
+    if name in ("KIMI_K3", "KIMI_LINEAR_48B"):
+        return getattr(config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,302 @@
+"""`generate` and `stream`: prompts in, text out, over the compiled steps of a `Model`.
+
+The device decodes in bursts; between bursts the host looks at stop strings, progress, Ctrl-C and non-finite logits. What a
+row produces depends on its prompt, its seed and the weights, never on its neighbours, the padding or the chunking.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from kimi_jax.runtime import BURST, Model
+from kimi_jax.rows import Row
+from kimi_jax.sampling import Greedy, Sampling, row_seeds
+from kimi_jax.state import State
+from kimi_jax.tokenizer import StopStrings
+
+PREFILL_CHUNK = 2048  # longest stretch of prompt fed at once, unless asked otherwise
+SMALLEST_BUCKET = 16
+BURST_SECONDS = 0.1  # how long a burst should take: short enough for Ctrl-C and streaming, long against its fixed cost
+NO_TOKEN = -1
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a prompt was continued with.
+
+    tokens: new tokens only, without what ended them. text: None without a tokenizer. finish_reason: "stop" (an EOS id, a stop
+    token or string) or "length". logprobs: of each token, if asked. state: what to continue from, if kept.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str
+    logprobs: list[float] | None = None
+    state: State | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came since the last piece: whole characters of text (None without a tokenizer) and the tokens behind them."""
+
+    text: str | None
+    tokens: list[int]
+
+
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Greedy(),  # noqa: B008  (frozen)
+    seed: int | Sequence[int] = 0,
+    stop: str | Sequence[str | int] = (),
+    logprobs: bool = False,
+    capacity: int | None = None,
+    prefill_chunk: int | None = None,
+    state: State | None = None,
+    keep_state: bool = False,
+    progress: bool = False,
+) -> list[Completion]:
+    """Continue one prompt or many, of any lengths -> one Completion each.
+
+    prompts: strings (encoded as the checkpoint's tokenizer does) or lists of token ids (taken as they are).
+    seed: row i draws with `seed + i`, or with its own entry of a list. stop: token ids and strings, besides the EOS ids.
+    capacity: tokens a row can hold, default what this call needs, rounded up to a bucket. prefill_chunk: prompt tokens fed
+    at once. state: continue each of its rows, without consuming it; a kept state first feeds its last token.
+    keep_state: give back what each row holds at its end. progress: a tqdm bar.
+
+    Raises ValueError naming the argument for anything that does not fit, before anything is allocated, and
+    FloatingPointError with the row and step if logits are not finite.
+    """
+    run = Run.prepare(
+        model, _as_list(prompts), max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
+    )
+    run.keep = keep_state
+    bar = tqdm(total=run.max_new_tokens, unit="tok", disable=not progress)
+    with bar:
+        for steps in run.bursts():
+            bar.update(steps)
+    states = _split(run.state, run.token) if keep_state else [None] * len(run.rows)
+    return [
+        Completion(row.tokens, row.text, row.reason or "length", row.logprobs if logprobs else None, kept)
+        for row, kept in zip(run.rows, states, strict=True)
+    ]
+
+
+def stream(
+    model: Model,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Greedy(),  # noqa: B008  (frozen)
+    seed: int = 0,
+    stop: str | Sequence[str | int] = (),
+    capacity: int | None = None,
+    prefill_chunk: int | None = None,
+    state: State | None = None,
+) -> Iterator[Piece]:
+    """The tokens of `generate` for one prompt, as they come; text in whole characters. Arguments as there."""
+    run = Run.prepare(model, [prompt], max_new_tokens, sampling, seed, stop, False, capacity, prefill_chunk, state)
+    row, text_sent, tokens_sent = run.rows[0], 0, 0
+    for _ in run.bursts():
+        ready, tokens = row.settled()
+        if len(ready or "") > text_sent or len(tokens) > tokens_sent:
+            yield Piece(None if ready is None else ready[text_sent:], tokens[tokens_sent:])
+            text_sent, tokens_sent = len(ready or ""), len(tokens)
+
+
+@dataclass
+class Run:
+    """One call of generate in progress: the state on the device, the rows on the host."""
+
+    model: Model
+    prompts: list[list[int]]
+    rows: list[Row]
+    state: State
+    max_new_tokens: int
+    sampling: Sampling
+    seeds: np.ndarray
+    stop_tokens: np.ndarray
+    stops_in_text: bool
+    chunk: int
+    want_logprobs: bool
+    keep: bool = False
+    token: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [B]: drawn last, not fed
+
+    @classmethod
+    def prepare(
+        cls, model, prompts, max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
+    ) -> "Run":
+        """Check every argument, then make the state."""
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1 is wanted")
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk}: at least 1 is wanted")
+        pending = None if state is None else state.pending
+        tokens = [_encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
+        stop_tokens, stop_strings = _stops(model, stop)
+        seeds = row_seeds(seed, len(tokens))
+        state = _room(model, tokens, max_new_tokens, capacity, state)
+        rows = [Row(model.tokenizer, set(stop_tokens.tolist()), stop_strings) for _ in tokens]
+        chunk = prefill_chunk or PREFILL_CHUNK
+        return cls(
+            model,
+            tokens,
+            rows,
+            state,
+            max_new_tokens,
+            sampling,
+            seeds,
+            stop_tokens,
+            bool(stop_strings),
+            chunk,
+            logprobs,
+        )
+
+    def bursts(self) -> Iterator[int]:
+        """Run to the end; yields how many steps each burst took, after the rows have taken its tokens."""
+        logits = self._prefill()
+        token, logprob, finite = self.model.draw(logits, self.sampling, self.seeds, 0, want_logprobs=self.want_logprobs)
+        self._take(np.asarray(token)[:, None], np.asarray(logprob)[:, None], np.asarray(finite), 0, 1)
+        self.token = np.asarray(token)
+        drawn, steps = 1, 1
+        yield 1
+        while drawn < self.max_new_tokens and any(row.reason is None for row in self.rows):
+            began = time.perf_counter()
+            live = np.array([row.reason is None for row in self.rows])
+            room = min(steps, self.max_new_tokens - drawn, BURST)
+            self.state, burst = self.model.burst(
+                self.state, self.token, live, self.sampling, self.seeds, drawn, self.stop_tokens, room,
+                want_logprobs=self.want_logprobs,
+            )  # fmt: skip
+            self.token = burst.token
+            self._take(burst.tokens, burst.logprobs, burst.finite, drawn, burst.steps)
+            drawn += burst.steps
+            steps = self._next_steps(steps, time.perf_counter() - began)
+            yield burst.steps
+        for row in self.rows:
+            row.close()
+
+    def _prefill(self):
+        """Feed all prompts, a chunk of tokens at a time -> logits after each row's last token."""
+        lengths = np.array([len(p) for p in self.prompts])
+        logits = None
+        for start in range(0, int(lengths.max()), self.chunk):
+            counts = np.clip(lengths - start, 0, self.chunk)
+            width = min(bucket(int(counts.max())), self.chunk)
+            tokens = np.zeros((len(lengths), width), np.int32)
+            for row, prompt in enumerate(self.prompts):
+                tokens[row, : counts[row]] = prompt[start : start + counts[row]]
+            new, self.state = self.model.prefill(tokens, counts, self.state)
+            logits = new if logits is None else self.model.choose(counts > 0, new, logits)
+        return logits
+
+    def _take(self, tokens, logprobs, finite, drawn: int, steps: int) -> None:
+        if not finite.all():
+            row = int(np.argmin(finite))
+            raise FloatingPointError(
+                f"logits of row {row} are not finite at new token {drawn + steps - 1}; the weights, or the state that was "
+                "continued, hold NaN or overflow in this dtype"
+            )
+        for row, ids, logs in zip(self.rows, tokens[:, :steps].tolist(), logprobs[:, :steps].tolist(), strict=True):
+            for token, log in zip(ids, logs, strict=True):
+                if token != NO_TOKEN:
+                    row.accept(token, log)
+
+    def _next_steps(self, steps: int, seconds: float) -> int:
+        """Twice as many while bursts are short. A kept state must end where a stop string does: one at a time then."""
+        if self.keep and self.stops_in_text:
+            return 1
+        return (
+            min(2 * steps, BURST)
+            if seconds < BURST_SECONDS / 2
+            else max(steps // 2, 1)
+            if seconds > 2 * BURST_SECONDS
+            else steps
+        )
+
+
+def bucket(length: int) -> int:
+    """The padded length of a prompt chunk: 1, or the next power of two from 16 on, so that few shapes are compiled."""
+    return 1 if length == 1 else max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def _as_list(prompts) -> list:
+    """One prompt or many -> a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
+        return [prompts]
+    if not prompts:
+        raise ValueError("prompts is empty: give a string, a list of token ids, or a list of those")
+    return prompts
+
+
+def _encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None) -> list[int]:
+    """Token ids to feed: the prompt's, after what a kept state has not been fed yet."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(f"prompt {index} is a string, but the checkpoint has no tokenizer; give token ids")
+        ids = model.tokenizer.encode(prompt)
+    else:
+        ids = [int(token) for token in prompt]
+    bad = [token for token in ids if not 0 <= token < model.config.vocab_size]
+    if bad:
+        raise ValueError(f"prompt {index} has token id {bad[0]}; the vocabulary has 0 to {model.config.vocab_size - 1}")
+    if pending is not None:
+        ids = [int(pending[index % len(pending)]), *ids]
+    if not ids:
+        raise ValueError(f"prompt {index} is empty: at least one token is needed")
+    return ids
+
+
+def _stops(model: Model, stop: str | Sequence[str | int]) -> tuple[np.ndarray, StopStrings]:
+    """Stop token ids (with the EOS ids; padded to a multiple of 8, so that their number compiles nothing) and strings."""
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    strings = [s for s in stops if isinstance(s, str)]
+    if strings and model.tokenizer is None:
+        raise ValueError(f"stop={strings[0]!r} is a string, but the checkpoint has no tokenizer; give token ids")
+    if any(not s for s in strings):
+        raise ValueError("stop holds an empty string, which would end every row at once")
+    ids = sorted({*model.eos_token_ids, *(int(s) for s in stops if not isinstance(s, str))})
+    padded = ids + [NO_TOKEN] * (-len(ids) % 8 or (0 if ids else 8))
+    return np.array(padded, np.int32), StopStrings(strings)
+
+
+def _room(
+    model: Model, prompts: list[list[int]], max_new_tokens: int, capacity: int | None, state: State | None
+) -> State:
+    """A state with room for each row's prompt and new tokens: a fork of the given one, or a new one."""
+    longest = max(len(p) for p in prompts)
+    if state is None:
+        need = longest + max_new_tokens
+        if capacity is not None and capacity < need:
+            raise ValueError(
+                f"capacity={capacity} is too small: prompt {longest} + max_new_tokens {max_new_tokens} needs {need}"
+            )
+        return model.new_state(len(prompts), capacity or max(128, 1 << (need - 1).bit_length()))
+    if len(prompts) != state.batch:
+        raise ValueError(
+            f"{len(prompts)} prompts, but the state holds {state.batch} rows; give one prompt a row, or fork(n) it"
+        )
+    if capacity is not None:
+        raise ValueError(f"capacity={capacity} cannot be given with a state, which has its own ({state.capacity})")
+    need = max(int(held) + len(p) for held, p in zip(state.lengths, prompts, strict=True)) + max_new_tokens
+    if need > state.capacity:
+        raise ValueError(
+            f"capacity={state.capacity} of the state is too small: held + prompt + max_new_tokens needs {need}; start "
+            "with a larger capacity"
+        )
+    return state.fork()
+
+
+def _split(state: State, token: np.ndarray) -> list[State]:
+    """One state a row, each remembering the token which it drew last and has not been fed."""
+    return [state.row(i, token[i]) for i in range(state.batch)]

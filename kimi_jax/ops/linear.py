@@ -1,0 +1,45 @@
+"""Products with weights in the checkpoint's order, y = W x, as one plain matrix product each.
+
+Weights are stored [out..., in] or [out, in...]; both sides are flattened to two dimensions before the product, because
+a product with several free dimensions makes XLA transpose (and copy) the weight first. A sharded axis must be the first
+of the ones that are merged, so that flattening keeps it whole.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def project(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
+    """y[n..., o...] = sum_d x[n..., d] weight[o..., d]: from one axis to any number of them.
+
+    out_dtype: of the accumulated result, default the dtype of x.
+    """
+    flat = _product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), out_dtype or x.dtype)
+    return flat.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def collect(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
+    """y[n..., o] = sum_i x[n..., i...] weight[o, i...]: the weight's trailing axes, several at once, to one."""
+    inner = weight.ndim - 1
+    size = math.prod(weight.shape[1:])
+    flat = _product(x.reshape(-1, size), weight.reshape(-1, size), out_dtype or x.dtype)
+    return flat.reshape(*x.shape[: x.ndim - inner], weight.shape[0])
+
+
+def per_head(x: jax.Array, weight: jax.Array, *, over: int) -> jax.Array:
+    """y[b, t, h, o] = sum_i x[b, t, h, i] weight[h, o, i]: each head by its own matrix.
+
+    over: which axis of the weight is summed, 2 (as written) or 1 (weight[h, i, o]).
+    """
+    B, T, H, _ = x.shape
+    flat = x.reshape(B * T, H, -1).swapaxes(0, 1)
+    out = jax.lax.dot_general(flat, weight, (((2,), (over,)), ((0,), (0,))))
+    return out.swapaxes(0, 1).reshape(B, T, H, -1)
+
+
+def _product(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    dtype = jnp.dtype(out_dtype)
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

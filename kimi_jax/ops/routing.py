@@ -1,0 +1,39 @@
+"""Which experts a token goes to, and with what weights. Knows nothing of the experts themselves or of devices.
+
+Float32 at full precision throughout: with hundreds of experts the last chosen and the first left out lie close.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+
+def route(
+    x: Float[Array, "N D"],
+    weight: Float[Array, "E D"],
+    bias: Float[Array, "E"],
+    *,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+    weigh_biased: bool = False,
+) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
+    """s = sigmoid(x W^T);  experts = top-k of s + bias;  weights = scale * s[experts] / (sum_k s[experts] + 1e-20).
+
+    N tokens, E experts. The bias only selects: the weights come from the plain scores. Without `renormalize` the
+    division is left out. Experts come in descending order of s + bias, equal ones in order of index.
+
+    `weigh_biased` takes the weights from s + bias instead. One released version of the Kimi Linear code does so, since
+    it adds the bias in place to a view of the scores; it is here for exact comparison with that code.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), eqs. 12 to 16, with one expert group.
+    """
+    logits = jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits)
+    selection = scores + bias.astype(jnp.float32)[None, :]
+    biased, experts = lax.top_k(selection, top_k)
+    weights = biased if weigh_biased else jnp.take_along_axis(scores, experts, axis=-1)
+    if renormalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return experts, weights * scale

@@ -1,0 +1,51 @@
+"""The guards: sizes in, ValueErrors out that name the sizes and say which meshes would do.
+
+They are derived from the layout's own table, so an edited rule is guarded too. They know no model: `Size` is all that a
+model has to say about itself.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sharding_rules.layout import Layout
+
+
+class Size(NamedTuple):
+    """`what` (in words) has `size` elements along the logical `axis`."""
+
+    what: str
+    axis: str
+    size: int
+
+
+def misfits(layout: Layout, sizes: Sequence[Size]) -> list[Size]:
+    """The sizes which their axis' number of shards does not divide."""
+    return [s for s in sizes if s.size % layout.shards(s.axis)]
+
+
+def valid_meshes(layout: Layout, sizes: Sequence[Size], devices: int) -> list[tuple[int, int]]:
+    """Every (tp, cp) of at most `devices` ranks on which these rules divide all the sizes."""
+    shapes = [(tp, cp) for tp in range(1, devices + 1) for cp in range(1, devices // tp + 1)]
+    return [(tp, cp) for tp, cp in shapes if not misfits(layout.resized(tp, cp), sizes)]
+
+
+def check(layout: Layout, sizes: Sequence[Size], *, devices: int | None = None, hints: Sequence[str] = ()) -> None:
+    """Raise ValueError unless the layout divides every size.
+
+    devices: how many there are, to list the meshes that would do (at least as many as the layout asks for, and 32).
+    hints: further ways out, for the end of the message.
+    """
+    bad = misfits(layout, sizes)
+    if not bad:
+        return
+    limit = max(devices or 0, layout.ranks, 32)
+    ranks = sorted({tp * cp for tp, cp in valid_meshes(layout, sizes, limit)})
+    here = valid_meshes(layout, sizes, devices or layout.ranks)
+    problems = "; ".join(
+        f"{s.what} ({s.size}) do not divide by the {layout.shards(s.axis)} shards of {s.axis!r}" for s in bad
+    )
+    raise ValueError(
+        f"tp={layout.tp} x cp={layout.cp} does not fit: {problems}. tp * cp in {{{', '.join(map(str, ranks))}}} is valid "
+        f"up to {limit} ranks; (tp, cp) on {devices or layout.ranks} devices: {', '.join(map(str, here)) or 'none'}"
+        + "".join(f". {hint}" for hint in hints)
+    )

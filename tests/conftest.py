@@ -1,0 +1,31 @@
+"""Test session: eight simulated devices, strict promotion, a compilation cache that outlives the run, shared folders."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parent
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update(
+    "jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT.parent / ".jax_cache"))
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of test data: small checkpoints and their golden files."""
+    return ROOT / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    """The trained checkpoint that ships in the package."""
+    return ROOT.parent / "kimi_jax" / "assets" / "kimi-linear-tiny"
