@@ -109,9 +109,11 @@ class Config:
         return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.mla_layers)
 
     def is_mla(self, layer: int) -> bool:
+        """Attention of this layer: MLA, else KDA."""
         return layer in self.mla_layers
 
     def is_moe(self, layer: int) -> bool:
+        """Feed-forward of this layer: MoE, else dense."""
         return layer >= self.first_k_dense_replace
 
     @property

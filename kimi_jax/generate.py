@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Array
 from tqdm.auto import tqdm
 
 from kimi_jax.runtime import BURST, Model
@@ -161,7 +162,7 @@ class Run:
 
     def bursts(self) -> Iterator[int]:
         """Run to the end; yields how many steps each burst took, after the rows have taken its tokens."""
-        logits = self._prefill()
+        logits, self.state = feed(self.model, self.prompts, self.state, self.chunk)
         token, logprob, finite = self.model.draw(logits, self.sampling, self.seeds, 0, want_logprobs=self.want_logprobs)
         self._take(np.asarray(token)[:, None], np.asarray(logprob)[:, None], np.asarray(finite), 0, 1)
         self.token = np.asarray(token)
@@ -175,27 +176,13 @@ class Run:
                 self.state, self.token, live, self.sampling, self.seeds, drawn, self.stop_tokens, room,
                 want_logprobs=self.want_logprobs,
             )  # fmt: skip
-            self.token = burst.token
-            self._take(burst.tokens, burst.logprobs, burst.finite, drawn, burst.steps)
-            drawn += burst.steps
+            self.token, taken = burst.token, int(burst.steps)
+            self._take(burst.tokens, burst.logprobs, burst.finite, drawn, taken)
+            drawn += taken
             steps = self._next_steps(steps, time.perf_counter() - began)
-            yield burst.steps
+            yield taken
         for row in self.rows:
             row.close()
-
-    def _prefill(self):
-        """Feed all prompts, a chunk of tokens at a time -> logits after each row's last token."""
-        lengths = np.array([len(p) for p in self.prompts])
-        logits = None
-        for start in range(0, int(lengths.max()), self.chunk):
-            counts = np.clip(lengths - start, 0, self.chunk)
-            width = min(bucket(int(counts.max())), self.chunk)
-            tokens = np.zeros((len(lengths), width), np.int32)
-            for row, prompt in enumerate(self.prompts):
-                tokens[row, : counts[row]] = prompt[start : start + counts[row]]
-            new, self.state = self.model.prefill(tokens, counts, self.state)
-            logits = new if logits is None else self.model.choose(counts > 0, new, logits)
-        return logits
 
     def _take(self, tokens, logprobs, finite, drawn: int, steps: int) -> None:
         if not finite.all():
@@ -220,6 +207,21 @@ class Run:
             if seconds > 2 * BURST_SECONDS
             else steps
         )
+
+
+def feed(model: Model, prompts: list[list[int]], state: State, chunk: int = PREFILL_CHUNK) -> tuple[Array, State]:
+    """Feed all prompts, up to `chunk` tokens of each at a time -> logits after each row's last token, the new state."""
+    lengths = np.array([len(p) for p in prompts])
+    logits = None
+    for start in range(0, int(lengths.max()), chunk):
+        counts = np.clip(lengths - start, 0, chunk)
+        tokens = np.zeros((len(prompts), min(bucket(int(counts.max())), chunk)), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : counts[row]] = prompt[start : start + counts[row]]
+        new, state = model.prefill(tokens, counts, state)
+        logits = new if logits is None else model.choose(counts > 0, new, logits)
+    assert logits is not None
+    return logits, state
 
 
 def bucket(length: int) -> int:
@@ -299,4 +301,4 @@ def _room(
 
 def _split(state: State, token: np.ndarray) -> list[State]:
     """One state a row, each remembering the token which it drew last and has not been fed."""
-    return [state.row(i, token[i]) for i in range(state.batch)]
+    return [state.row(i, int(token[i])) for i in range(state.batch)]

@@ -75,43 +75,35 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "an encoder is not implemented"),
     "add_cross_attention": ((False,), "cross attention is not implemented"),
 }
-_BOOKKEEPING = "bookkeeping of transformers"
-_OUTPUTS = "asks transformers for extra outputs"
-IGNORED: dict[str, str] = {
-    "architectures": "a class name of another library; kinds are told by their keys",
-    "model_type": "the same for both models; kinds are told by their keys",
-    "auto_map": "names Python code on the hub",
-    "transformers_version": "says who wrote the file",
-    "_name_or_path": _BOOKKEEPING,
-    "_attn_implementation_autoset": _BOOKKEEPING,
-    "id2label": _BOOKKEEPING,
-    "label2id": _BOOKKEEPING,
-    "problem_type": _BOOKKEEPING,
-    "chunk_size_feed_forward": _BOOKKEEPING,
-    "output_attentions": _OUTPUTS,
-    "output_hidden_states": _OUTPUTS,
-    "output_router_logits": _OUTPUTS,
-    "return_dict": _OUTPUTS,
-    "use_cache": "how transformers generates, not what the model is",
-    "initializer_range": "how training started",
-    "attention_dropout": "training only",
-    "router_aux_loss_coef": "training only",
-    "pretraining_tp": "how the model was trained; results do not depend on it",
-    "rope_theta": "no position is ever rotated",
-    "rope_scaling": "no position is ever rotated",
-    "rope_parameters": "no position is ever rotated",
-    "head_dim": "unused: hidden_size / num_attention_heads on the hub, the rope part after transformers",
-    "qk_head_dim": "transformers derives it from the nope and rope parts",
-    "use_grouped_topk": "of one group, which changes nothing",
-}
+
+
+def _by_key(reasons: dict[str, str]) -> dict[str, str]:
+    """reason -> keys, turned into key -> reason."""
+    return {key: reason for reason, keys in reasons.items() for key in keys.split()}
+
+
+# Known keys that change nothing, with the reason.
+IGNORED = _by_key({
+    "names classes and code of other libraries; kinds are told by their keys": "architectures model_type auto_map",
+    "says who wrote the file": "transformers_version",
+    "bookkeeping of transformers": "_name_or_path _attn_implementation_autoset id2label label2id problem_type "
+    "chunk_size_feed_forward",
+    "asks for extra outputs": "output_attentions output_hidden_states output_router_logits return_dict",
+    "how transformers generates, not what the model is": "use_cache",
+    "training only": "initializer_range attention_dropout router_aux_loss_coef",
+    "how the model was trained; results do not depend on it": "pretraining_tp",
+    "no position is ever rotated": "rope_theta rope_scaling rope_parameters",
+    "unused: hidden_size / num_attention_heads on the hub, the rope part after transformers": "head_dim",
+    "transformers derives it from the nope and rope parts": "qk_head_dim",
+    "of one group, which changes nothing": "use_grouped_topk",
+})  # fmt: skip
 # Outside `text_config` in K3's file. The text's own value goes first.
 TOP_FALLBACK = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
-TOP_IGNORED: dict[str, str] = {
-    "vision_config": "only the text decoder is implemented",
-    "media_placeholder_token_id": "marks images in a prompt",
-    "image_placeholder": "marks images in a prompt",
-    "ignore_index": "training only",
-}
+TOP_IGNORED = _by_key({
+    "only the text decoder is implemented": "vision_config",
+    "marks images in a prompt": "media_placeholder_token_id image_placeholder",
+    "training only": "ignore_index",
+})  # fmt: skip
 QUANTIZATION: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
     "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {}, "config_groups": {"group_0": {
@@ -122,13 +114,12 @@ QUANTIZATION: dict[str, Any] = {
         }}},
 }  # fmt: skip
 QUANTIZATION_NEEDS = ("quant_method", "config_groups", "group_0", "weights", "num_bits", "type", "group_size")
-QUANTIZATION_IGNORED: dict[str, str] = {
-    "ignore": "not the whole truth in K3's own file: packed is what is stored packed, exactly the routed experts",
-    "version": "says who wrote the file",
-    "global_compression_ratio": "informative",
-    "observer": "how the scales were found",
-    "observer_kwargs": "how the scales were found",
-}
+QUANTIZATION_IGNORED = _by_key({
+    "not the whole truth in K3's own file: packed is what is stored packed, exactly the routed experts": "ignore",
+    "says who wrote the file": "version",
+    "informative": "global_compression_ratio",
+    "how the scales were found": "observer observer_kwargs",
+})  # fmt: skip
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +193,12 @@ def write(config: Any) -> dict[str, Any]:
         return text
     top = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "tie_word_embeddings": False}
     return top | {key: text[key] for key in TOP_FALLBACK[:-1] if key in text} | {"text_config": text}
+
+
+def with_dtype(hub: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A hub config that says `dtype`, at both levels if it has two, and else what it said."""
+    said = {key: value for key, value in hub.items() if key != "torch_dtype"} | {"dtype": dtype}
+    return said | {"text_config": with_dtype(hub["text_config"], dtype)} if "text_config" in hub else said
 
 
 def _unwrap(top: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -281,17 +278,19 @@ def _mla_layers(hub: Mapping[str, Any], linear: Mapping[str, Any], layers: int, 
         names = {"full_attention", "linear_attention"}
         if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in names for kind in kinds):
             raise ValueError(f"{where}: layer_types must name {layers} layers, each one of {', '.join(sorted(names))}")
-    lists = [linear.get(key) for key in LAYER_LISTS]
-    if all(numbers is None for numbers in lists):
+    if all(linear.get(key) is None for key in LAYER_LISTS):
         if kinds is None:
             raise ValueError(f"{where}: linear_attn_config.{' and .'.join(LAYER_LISTS)} are missing")
         return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
-    for key, numbers in zip(LAYER_LISTS, lists, strict=True):
+    lists: list[set[int]] = []
+    for key in LAYER_LISTS:
+        numbers = linear.get(key)
         if not isinstance(numbers, list) or not all(type(n) is int and 1 <= n <= layers for n in numbers):
             raise ValueError(f"{where}: linear_attn_config.{key} must list layers in 1..{layers}; it is {numbers!r}")
         if len(set(numbers)) != len(numbers):
             raise ValueError(f"{where}: linear_attn_config.{key} lists a layer twice: {numbers}")
-    kda, full = (set(numbers) for numbers in lists)
+        lists.append(set(numbers))
+    kda, full = lists
     for layer in range(1, layers + 1):
         if (layer in kda) == (layer in full):
             raise ValueError(f"{where}: layer {layer} is in {'both' if layer in kda else 'neither'} of {LAYER_LISTS}")

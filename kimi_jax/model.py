@@ -14,18 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import Config
+from kimi_jax.layers.block import AttnResBlock, Block, LayerCache, Stored
 from kimi_jax.layers.chunk import Chunk
-from kimi_jax.layers.kda import KDA, DeltaState, FullRankKDA
-from kimi_jax.layers.mla import MLA, GatedMLA, LatentCache, LowRankMLA
-from kimi_jax.layers.mlp import MLP
-from kimi_jax.layers.moe import MoE
 from kimi_jax.layers.named import declare
+from kimi_jax.ops.attn_res import attn_res
 from kimi_jax.ops.linear import project
 from kimi_jax.ops.norm import rms_norm
 from sharding_rules import Layout, Size, axes, check
 from sharding_rules.axes import BATCH, EMBED, LENGTH, VOCAB
-
-LayerCache = LatentCache | DeltaState
 
 
 def sizes(config: Config, layout: Layout) -> list[Size]:
@@ -49,23 +45,11 @@ def sizes(config: Config, layout: Layout) -> list[Size]:
     ]
 
 
-class Block(nnx.Module):
-    """One layer: pre-normed attention (KDA or MLA) and pre-normed feed-forward (dense or MoE)."""
+class Stream(NamedTuple):
+    """The residual stream behind a layer: the running sum, and earlier sums that were stored (Attention Residuals)."""
 
-    def __init__(self, config: Config, index: int, layout: Layout, dtype: DTypeLike):
-        self.eps = config.rms_norm_eps
-        self.attention_norm = declare((config.hidden_size,), (EMBED,), dtype, init="ones")
-        self.attention = _attention_class(config, index)(config, layout, dtype)
-        self.ffn_norm = declare((config.hidden_size,), (EMBED,), dtype, init="ones")
-        self.ffn = (MoE if config.is_moe(index) else MLP)(config, layout, dtype)
-
-    def attend(self, x: Float[Array, "B T D"], cache: LayerCache, chunk: Chunk):
-        """attention(RMS(x)) -> what to add to the residual, the layer's new cache."""
-        return self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)
-
-    def feed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """ffn(RMS(x)): what to add to the residual."""
-        return self.ffn(rms_norm(x, self.ffn_norm[...], self.eps))
+    h: Float[Array, "B T D"]
+    stored: Stored = ()
 
 
 class Transformer(nnx.Module):
@@ -74,11 +58,13 @@ class Transformer(nnx.Module):
     Parameters are abstract until `kimi_jax.runtime` fills them.
     """
 
+    block = Block
+
     def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
         W, D = config.vocab_size, config.hidden_size
         self.config, self.layout = config, layout
         self.embed = declare((W, D), (VOCAB, EMBED), dtype, init="unit")
-        self.layers = nnx.List([Block(config, i, layout, dtype) for i in range(config.num_hidden_layers)])
+        self.layers = nnx.List([self.block(config, i, layout, dtype) for i in range(config.num_hidden_layers)])
         self.norm = declare((D,), (EMBED,), dtype, init="ones")
         self.lm_head = declare((W, D), (VOCAB, EMBED), dtype)
 
@@ -86,23 +72,27 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], chunk: Chunk, caches: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
         """Hidden states of the fed tokens, ready for `head`, and the caches after them."""
-        hidden, new_caches = None, []
-        for hidden, cache in self.walk(tokens, chunk, caches):
+        stream, new_caches = Stream(self.enter(tokens, chunk)), []
+        for stream, cache in self.walk(stream, chunk, caches):
             new_caches.append(cache)
-        assert hidden is not None
-        return self.finish(hidden), tuple(new_caches)
+        return self.finish(stream), tuple(new_caches)
 
     def walk(
-        self, tokens: Int[Array, "B T"], chunk: Chunk, caches: tuple[LayerCache, ...]
-    ) -> Iterator[tuple[Float[Array, "B T D"], LayerCache]]:
+        self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]
+    ) -> Iterator[tuple[Stream, LayerCache]]:
         """Layer after layer: the residual stream behind it and its new cache."""
-        h = self.enter(tokens, chunk)
         for index, (block, cache) in enumerate(zip(self.layers, caches, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                attended, cache = block.attend(h, cache, chunk)
-                h = h + attended
-                h = h + block.feed(h)
-            yield h, cache
+                stream, cache = self.step(index, block, stream, cache, chunk)
+            yield stream, cache
+
+    def step(
+        self, index: int, block: Block, stream: Stream, cache: LayerCache, chunk: Chunk
+    ) -> tuple[Stream, LayerCache]:
+        """h <- h + attention(RMS(h)),  h <- h + ffn(RMS(h))."""
+        attended, cache = block.attend(stream.h, cache, chunk)
+        h = stream.h + attended
+        return Stream(h + block.feed(h)), cache
 
     def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Float[Array, "B T D"]:
         """E[tokens]; padding enters as zeros, so whatever its embedding holds can reach nobody."""
@@ -111,9 +101,9 @@ class Transformer(nnx.Module):
             h = jnp.where(chunk.live(tokens.shape[1])[..., None], h, jnp.zeros((), h.dtype))
             return self.layout.constrain(h, BATCH, LENGTH, EMBED)
 
-    def finish(self, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def finish(self, stream: Stream) -> Float[Array, "B T D"]:
         """The final norm."""
-        return rms_norm(h, self.norm[...], self.config.rms_norm_eps)
+        return rms_norm(stream.h, self.norm[...], self.config.rms_norm_eps)
 
     def head(self, h: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Logits in float32, whole on every rank: the product is pinned to its shards so that it, not W, is gathered."""
@@ -123,12 +113,43 @@ class Transformer(nnx.Module):
             return self.layout.constrain(logits, BATCH, LENGTH, None)
 
 
-def _attention_class(config: Config, index: int) -> type[MLA] | type[KDA]:
-    if not config.is_mla(index):
-        return FullRankKDA if config.use_full_rank_gate else KDA
-    if config.mla_use_output_gate:
-        return GatedMLA
-    return MLA if config.q_lora_rank is None else LowRankMLA
+class AttnResTransformer(Transformer):
+    """A decoder with Attention Residuals (Kimi K3): sub-layers read a mix of earlier sums, every few layers a new sum begins.
+
+        x = mix(stored, h);  at a boundary: stored <- stored + [h], h <- attention(RMS(x)), else h <- h + attention(RMS(x))
+        h <- h + ffn(RMS(mix(stored, h)));      logits = W_head RMS(mix(stored, h)) at the end
+
+    The boundaries are layers 0, b, 2b, ... (b = attn_res_block_size). The mix feeds sub-layers only, the sum stays unmixed,
+    and at a boundary the mix comes before the store. Mixing is per token, so nothing of it is cached.
+
+    Source: Attention Residuals (Kimi Team, 2026); Kimi K3 technical report.
+    """
+
+    block = AttnResBlock
+
+    def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
+        super().__init__(config, layout, dtype)
+        self.output_res_norm = declare((config.hidden_size,), (EMBED,), dtype, init="ones")
+        self.output_res_proj = declare((config.hidden_size,), (EMBED,), dtype)
+
+    def step(
+        self, index: int, block: AttnResBlock, stream: Stream, cache: LayerCache, chunk: Chunk
+    ) -> tuple[Stream, LayerCache]:
+        assert self.config.attn_res_block_size is not None
+        h, stored = stream
+        x = block.mix_for_attention(stored, h) if stored else h
+        attended, cache = block.attend(x, cache, chunk)
+        if index % self.config.attn_res_block_size == 0:
+            h, stored = attended, (*stored, h)
+        else:
+            h = h + attended
+        return Stream(h + block.feed(block.mix_for_ffn(stored, h)), stored), cache
+
+    def finish(self, stream: Stream) -> Float[Array, "B T D"]:
+        eps = self.config.rms_norm_eps
+        with jax.named_scope("attn_res"):
+            h = attn_res(stream.stored, stream.h, self.output_res_norm[...], self.output_res_proj[...], eps)
+        return rms_norm(h, self.norm[...], eps)
 
 
 class Parameter(NamedTuple):
@@ -142,7 +163,8 @@ class Parameter(NamedTuple):
 
 def build(config: Config, layout: Layout, dtype: DTypeLike) -> tuple[nnx.GraphDef, dict]:
     """The model without arrays: its graph, and a pure dict of `Parameter` in the structure of the parameters."""
-    graph, state = nnx.split(Transformer(config, layout, dtype))
+    decoder = Transformer if config.attn_res_block_size is None else AttnResTransformer
+    graph, state = nnx.split(decoder(config, layout, dtype))
 
     def read(variable: nnx.Variable) -> Parameter:
         value, about = variable.get_value(), variable.get_metadata()
@@ -154,6 +176,7 @@ def build(config: Config, layout: Layout, dtype: DTypeLike) -> tuple[nnx.GraphDe
 
 def guard(config: Config, layout: Layout, devices: int | None = None) -> None:
     """Raise ValueError unless the layout can hold this model: the guards of `sharding_rules.checks`, before any array."""
+    _check_implemented(config)
     if config.q_lora_rank is None and layout.shards(axes.QKV_A) > 1:
         raise ValueError(
             "shard_qkv_a=True: this model has no q-LoRA, so there is no merged q_a|kv_a projection to shard; use "
@@ -162,3 +185,16 @@ def guard(config: Config, layout: Layout, devices: int | None = None) -> None:
     hint = "" if layout.pad_heads else "MLA heads can be padded: helix(..., pad_heads=True)"
     uneven = config.num_attention_heads % layout.ranks
     check(layout, sizes(config, layout), devices=devices, hints=[hint] if hint and uneven else [])
+
+
+def _check_implemented(config: Config) -> None:
+    """Combinations that a config can say and no published model has."""
+    latent = config.routed_expert_hidden_size is not None
+    for wrong, what in (
+        (config.num_shared_experts == 0, "num_shared_experts=0"),
+        (config.mla_use_output_gate and config.q_lora_rank is None, "an MLA output gate without q-LoRA"),
+        (latent and not config.latent_moe_use_norm, "a latent MoE without its norm"),
+        (config.packed_experts and not latent, "packed experts that work on the hidden width"),
+    ):
+        if wrong:
+            raise ValueError(f"{what} is not implemented: neither Kimi Linear nor Kimi K3 has it")

@@ -5,6 +5,7 @@ closed over. Inputs that come from a user are checked in `generate` and at the t
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
@@ -125,7 +126,7 @@ class Model:
         """Where every parameter lives, in their structure."""
         return self._per_parameter(lambda p: self.layout.sharding(self.mesh, *p.axes))
 
-    def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "B T W"]:
+    def logits(self, tokens: ArrayLike | Sequence, lengths: ArrayLike | Sequence[int] | None = None) -> Float[Array, "B T W"]:
         """Logits [B, T, W] in float32 after each token of whole sequences; rows may be right-padded to `lengths`."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
@@ -139,7 +140,7 @@ class Model:
         cache = self._empty_cache(batch, capacity)
         return State(cache, self.config, self.layout, self.mesh, np.zeros(batch, np.int32))
 
-    def prefill(self, tokens: ArrayLike, lengths: ArrayLike | None, state: State) -> tuple[Float[Array, "B W"], State]:
+    def prefill(self, tokens: ArrayLike | Sequence, lengths: ArrayLike | Sequence[int] | None, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append tokens [B, T] (row b's first `lengths[b]`) to the state -> logits after each row's last one, new state.
 
         The state given is consumed. Raises ValueError if it was consumed before, belongs to another layout, or is too small.
@@ -159,7 +160,7 @@ class Model:
         logits, cache = self._extend(tokens, counts, state.take())
         return logits, State(cache, self.config, self.layout, self.mesh, after)
 
-    def decode(self, tokens: ArrayLike, state: State) -> tuple[Float[Array, "B W"], State]:
+    def decode(self, tokens: ArrayLike | Sequence, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append one token a row, tokens [B] -> logits [B, W] after it, new state. The state given is consumed."""
         return self.prefill(np.asarray(tokens)[:, None], None, state)
 
@@ -217,7 +218,7 @@ class Model:
     def _empty_cache(self, batch: int, capacity: int) -> Cache:
         return new_cache(self.config, self.layout, self.mesh, batch, capacity, self.dtype)
 
-    def _tokens(self, tokens: ArrayLike) -> np.ndarray:
+    def _tokens(self, tokens: ArrayLike | Sequence) -> np.ndarray:
         array = np.asarray(tokens)
         if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
             raise ValueError(
@@ -229,7 +230,7 @@ class Model:
             )
         return array.astype(np.int32)
 
-    def _counts(self, tokens: np.ndarray, lengths: ArrayLike | None) -> np.ndarray:
+    def _counts(self, tokens: np.ndarray, lengths: ArrayLike | Sequence[int] | None) -> np.ndarray:
         batch, length = tokens.shape
         counts = np.full(batch, length, np.int32) if lengths is None else np.asarray(lengths, np.int32)
         if counts.shape != (batch,) or counts.min() < 0 or counts.max() > length:
@@ -251,11 +252,10 @@ class Compiled:
 
         self.model = model
         self.executables: dict[Any, Any] = {}
-        # Names of `step`'s arguments; its first one, the module, is made from the parameters.
-        names = step.__code__.co_varnames[1 : step.__code__.co_argcount]
+        names = list(inspect.signature(step).parameters)  # the first is the module, made from the parameters
         self._jit = jax.jit(
             run,
-            donate_argnums=tuple(1 + names.index(name) for name in donate),
+            donate_argnums=tuple(names.index(name) for name in donate),
             static_argnames=static,
             out_shardings=out,
         )

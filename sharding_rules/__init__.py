@@ -7,5 +7,18 @@ from sharding_rules import axes, stripes
 from sharding_rules.checks import Size, check, misfits, valid_meshes
 from sharding_rules.helix import SINGLE, helix
 from sharding_rules.layout import Layout
+from sharding_rules.rank_major import logical_to_rank_major, rank_major_to_logical
 
-__all__ = ["SINGLE", "Layout", "Size", "axes", "check", "helix", "misfits", "stripes", "valid_meshes"]
+__all__ = [
+    "SINGLE",
+    "Layout",
+    "Size",
+    "axes",
+    "check",
+    "helix",
+    "logical_to_rank_major",
+    "misfits",
+    "rank_major_to_logical",
+    "stripes",
+    "valid_meshes",
+]

@@ -41,11 +41,10 @@ def check(layout: Layout, sizes: Sequence[Size], *, devices: int | None = None, 
     limit = max(devices or 0, layout.ranks, 32)
     ranks = sorted({tp * cp for tp, cp in valid_meshes(layout, sizes, limit)})
     here = valid_meshes(layout, sizes, devices or layout.ranks)
-    problems = "; ".join(
-        f"{s.what} ({s.size}) do not divide by the {layout.shards(s.axis)} shards of {s.axis!r}" for s in bad
-    )
+    problems = [f"{s.what} ({s.size}) do not divide by the {layout.shards(s.axis)} shards of {s.axis!r}" for s in bad]
     raise ValueError(
-        f"tp={layout.tp} x cp={layout.cp} does not fit: {problems}. tp * cp in {{{', '.join(map(str, ranks))}}} is valid "
-        f"up to {limit} ranks; (tp, cp) on {devices or layout.ranks} devices: {', '.join(map(str, here)) or 'none'}"
+        f"tp={layout.tp} x cp={layout.cp} does not fit: {'; '.join(problems)}. "
+        f"tp * cp in {{{', '.join(map(str, ranks))}}} is valid up to {limit} ranks; "
+        f"(tp, cp) on {devices or layout.ranks} devices: {', '.join(map(str, here)) or 'none'}"
         + "".join(f". {hint}" for hint in hints)
     )

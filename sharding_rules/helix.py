@@ -18,7 +18,7 @@ def helix(
     pad_heads: bool = False,
     attention_dp: bool = False,
 ) -> Layout:
-    """Helix decode on a mesh (tp, cp): KDA and MLPs over all ranks, MLA heads over tp and its cache over cp, experts whole.
+    """A mesh (tp, cp) for helix decode: MLA heads over tp, its cache over cp, all else over both, experts whole.
 
     shard_qkv_a: store the merged q_a|kv_a projection as column shards over all ranks and gather its output, which saves
         (ranks - 1) / ranks of that weight a device for one small all-gather per MLA layer.
@@ -26,12 +26,10 @@ def helix(
     pad_heads: pad MLA heads that the ranks do not divide with zero heads.
     moe_tp, attention_dp: other splits that engines offer and this design excludes; anything but the default is refused.
 
-    Source: Helix Parallelism (arXiv 2507.07120), section 2; placement of KDA and EP as in docs of section 3 of the README.
+    Source: Helix Parallelism (arXiv 2507.07120), section 2, extended to KDA's states and to expert parallelism.
     """
     if moe_tp != 1:
-        raise ValueError(
-            f"moe_tp={moe_tp}: only whole experts are placed (expert parallelism over tp * cp = {tp * cp}); use moe_tp=1"
-        )
+        raise ValueError(f"moe_tp={moe_tp}: experts are placed whole, over tp * cp = {tp * cp} ranks; use moe_tp=1")
     if attention_dp:
         raise ValueError(
             "attention_dp=True: helix splits each sequence's cache over cp, so requests cannot be split over the same "

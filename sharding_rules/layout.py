@@ -52,10 +52,16 @@ class Layout:
                 raise ValueError(f"{name}={self.mesh_axes(name)!r}: no code splits this axis; leave it replicated")
         if self.mesh_axes(names.STRIPES) != (CP,):
             raise ValueError(f"stripes={self.mesh_axes(names.STRIPES)!r}: the latent cache is striped over ({CP!r},)")
-        if self.mesh_axes(names.HEADS) + (CP,) != self.mesh_axes(names.HEADS_MERGED):
+        if (*self.mesh_axes(names.HEADS), CP) != self.mesh_axes(names.HEADS_MERGED):
             raise ValueError(
-                f"heads={self.mesh_axes(names.HEADS)!r}, heads_merged={self.mesh_axes(names.HEADS_MERGED)!r}: the combine "
-                f"splits each rank's heads over {CP!r}, so heads_merged must be heads followed by {CP!r}"
+                f"heads={self.mesh_axes(names.HEADS)!r}, heads_merged={self.mesh_axes(names.HEADS_MERGED)!r}: the "
+                f"combine splits each rank's heads over {CP!r}, so heads_merged must be heads followed by {CP!r}"
+            )
+        if set(self.mesh_axes(names.HIDDEN)) != set(self.mesh_axes(names.EXPERTS)):
+            raise ValueError(
+                f"hidden={self.mesh_axes(names.HIDDEN)!r}, experts={self.mesh_axes(names.EXPERTS)!r}: routed and "
+                "shared experts are summed in one all-reduce, so both must be split over the same mesh axes; replace "
+                "both"
             )
 
     @property
@@ -92,6 +98,13 @@ class Layout:
     def sharding(self, mesh: Mesh | AbstractMesh, *axes: str | None) -> NamedSharding:
         """The sharding of an array with these logical axes on `mesh`."""
         return NamedSharding(mesh, self.spec(*axes))
+
+    def shard_shape(self, shape: Sequence[int], *axes: str | None) -> tuple[int, ...]:
+        """What one device holds of an array of this shape with these logical axes. Needs no device.
+
+        Raises ValueError if a size does not divide.
+        """
+        return self.sharding(self.abstract_mesh(), *axes).shard_shape(tuple(shape))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """Pin an intermediate to these logical axes; the mesh comes from `jax.set_mesh`."""

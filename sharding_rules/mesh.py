@@ -23,9 +23,9 @@ def device_mesh(tp: int, cp: int, devices: Sequence[jax.Device] | None = None) -
     need = tp * cp
     if len(devices) < need:
         raise ValueError(
-            f"tp={tp} x cp={cp} needs {need} devices, but there are {len(devices)} ({devices[0].platform}); choose tp * cp "
-            f"<= {len(devices)}, or simulate {need} host devices: kimi_jax.simulate_devices({need}) before JAX starts, "
-            f"or --devices {need} on the command line"
+            f"tp={tp} x cp={cp} needs {need} devices, but there are {len(devices)} ({devices[0].platform}); choose "
+            f"tp * cp <= {len(devices)}, or simulate {need} host devices: kimi_jax.simulate_devices({need}) before JAX "
+            f"starts, or --devices {need} on the command line"
         )
     return jax.make_mesh((tp, cp), AXES, devices=devices[:need], axis_types=(AxisType.Auto, AxisType.Auto))
 

@@ -3,6 +3,11 @@
 import os
 from pathlib import Path
 
+# Most of the suite's time is compiling: one LLVM module a program and no LLVM passes take a third of the time.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0"
+)
+
 import jax
 import pytest
 
@@ -29,3 +34,19 @@ def data() -> Path:
 def tiny() -> Path:
     """The trained checkpoint that ships in the package."""
     return ROOT.parent / "kimi_jax" / "assets" / "kimi-linear-tiny"
+
+
+@pytest.fixture(scope="session")
+def models(data, tiny):
+    """models(name) -> that checkpoint in float32 on one device, loaded once a session."""
+    import kimi_jax
+
+    loaded = {}
+
+    def get(name):
+        if name not in loaded:
+            folder = tiny if name == tiny.name else data / name
+            loaded[name] = kimi_jax.load(folder, dtype="float32", progress=False)
+        return loaded[name]
+
+    return get

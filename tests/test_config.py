@@ -291,7 +291,7 @@ def test_a_file_that_is_no_config_is_an_error_that_names_it(tmp_path):
 def test_impossible_configs_cannot_be_made():
     for change, word in (
         (dict(mla_layers=(3, 2)), "mla_layers"), (dict(mla_layers=(27,)), "mla_layers"),
-        (dict(num_hidden_layers=20), "mla_layers"), (dict(packed_experts=True, moe_intermediate_size=48), "divide by 32"),
+        (dict(num_hidden_layers=20), "mla_layers"), (dict(packed_experts=True, hidden_size=48), "divide by 32"),
         (dict(situ_linear_beta=0.0), "situ_linear_beta"), (dict(attn_res_block_size=0), "attn_res_block_size"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=word):

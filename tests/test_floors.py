@@ -21,7 +21,7 @@ FLOORS = [
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime"},
-    {"rows", "generate", "plan", "explain"},
+    {"rows", "generate", "plan", "explain", "estimate", "collectives", "compile_check", "tables", "placement", "devices"},
     {"parity", "bench", "draw", "testing"},
     {"__main__", "__init__"},
 ]

@@ -48,6 +48,16 @@ def byte_fallback(tmp_path_factory):
     return load_tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def wrapped(tiny, tmp_path_factory):
+    """The shipped tokenizer with its decoder inside another one, so that it is not read as a byte table."""
+    inner = tokenizers.Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    inner.decoder = decoders.Sequence([decoders.ByteLevel()])
+    folder = tmp_path_factory.mktemp("wrapped")
+    inner.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder)
+
+
 def write_tiktoken(folder, words=(), named=None):
     """A rank file of all bytes and the beginnings of some words, and the config that names special tokens."""
     tokens = [bytes([b]) for b in random.Random(0).sample(range(256), 256)]
@@ -77,7 +87,7 @@ def ranked(tmp_path_factory):
     return load_tokenizer(folder), first
 
 
-@pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "ranked"])
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback", "wrapped", "ranked"])
 def tokenizer(request):
     found = request.getfixturevalue(request.param)
     return found[0] if isinstance(found, tuple) else found
@@ -122,8 +132,9 @@ def test_padding_and_truncation_of_the_file_are_not_used(tiny, tmp_path):
     assert load_tokenizer(tmp_path).encode("In the beginning") == [256, *b"In the beginning"]
 
 
-def test_the_kind_of_file_decides(byte_level, byte_fallback, tmp_path):
-    assert isinstance(byte_level, ByteTokenizer) and isinstance(byte_fallback, TextTokenizer)
+def test_the_kind_of_file_decides(byte_level, byte_fallback, wrapped, tmp_path):
+    assert isinstance(byte_level, ByteTokenizer)
+    assert isinstance(byte_fallback, TextTokenizer) and isinstance(wrapped, TextTokenizer)
     assert load_tokenizer(tmp_path) is None
     assert byte_fallback.encode("ab日") == [266, 2 + 0xE6, 2 + 0x97, 2 + 0xA5]
     assert byte_fallback.decode(byte_fallback.encode("ab é日 cab")) == "ab é日 cab"
@@ -172,6 +183,7 @@ def split(text):
         ("12345 6", ["123", "45", " ", "6"]),
         ("a ,.\n\nb", ["a", " ,.\n\n", "b"]),
         ("a  \n b", ["a", "  \n", " b"]),
+        ("a \n\n  b", ["a", " \n\n", " ", " b"]),
         ("x   y", ["x", "  ", " y"]),
         ("x   ", ["x", "   "]),
         ("カタkana", ["カタkana"]),
@@ -319,6 +331,7 @@ def test_the_first_stop_string_is_found_wherever_tokens_end():
 def test_what_may_become_a_stop_string_is_held_back():
     stop = StopStrings(["<end>", "nd\n"])
     assert [stop.held(text) for text in ("a", "a<", "a<en", "a<end", "ab<en>", "nd", "xnn")] == [0, 1, 3, 4, 0, 2, 1]
+    assert stop.held("and\n") == 0
     assert StopStrings(["a"]).held("bb") == 0
 
 

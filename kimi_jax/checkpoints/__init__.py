@@ -1,0 +1,1 @@
+"""Folders of weights: names (one table, read both ways), safetensors, orbax, export."""

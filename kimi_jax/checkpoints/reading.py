@@ -5,6 +5,7 @@ Files are read, not mapped: mapped pages count as resident memory. Must not know
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import add, lt, sub
 from typing import BinaryIO, NamedTuple
 
 import ml_dtypes
@@ -35,24 +36,27 @@ class Box(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        """Its length along each axis."""
+        return tuple(map(sub, self.end, self.begin))
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        """How many elements it has."""
+        return math.prod(map(sub, self.end, self.begin))
 
     def meet(self, other: "Box") -> "Box | None":
         """What both hold; None if that is nothing."""
         begin = tuple(map(max, self.begin, other.begin))
         end = tuple(map(min, self.end, other.end))
-        return Box(begin, end) if all(b < e for b, e in zip(begin, end, strict=True)) else None
+        return Box(begin, end) if all(map(lt, begin, end)) else None
 
     def moved(self, by: Sequence[int]) -> "Box":
-        return Box(*(tuple(a + b for a, b in zip(corner, by, strict=True)) for corner in self))
+        """The same box, so far along each axis."""
+        return Box(tuple(map(add, self.begin, by)), tuple(map(add, self.end, by)))
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """This box in an array whose first element is at `origin`."""
-        return tuple(slice(b - o, e - o) for b, e, o in zip(self.begin, self.end, origin, strict=True))
+        return tuple(map(slice, map(sub, self.begin, origin), map(sub, self.end, origin)))
 
 
 class Target(NamedTuple):
@@ -62,10 +66,10 @@ class Target(NamedTuple):
     array: np.ndarray
 
 
-def aligned_empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Like np.empty, but placed so that XLA on CPU need not copy it."""
+def aligned_zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Like np.zeros, which costs nothing until it is touched, but placed so that XLA on CPU need not copy it."""
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % ALIGNMENT
     return raw[first : first + nbytes].view(dtype).reshape(shape)
 

@@ -32,6 +32,7 @@ class LoadReport:
 
     @property
     def bytes_per_second(self) -> float:
+        """Of the whole load, checks included."""
         return self.bytes_read / max(self.seconds, 1e-9)
 
     @property

@@ -113,7 +113,7 @@ def delta_chunked(
         S' = Diag(exp G[C-1]) S + (K exp(G[C-1] - G))^T U
 
     Everything but the two lines with S runs for all chunks at once. Every exponent is a sum of g over a run of tokens,
-    so <= 0 (see `_decayed_products`): no decay overflows, however strong. chunk is a multiple of 16, a power of two.
+    so <= 0 (see `_decayed_products`): no decay overflows, however strong. chunk is 16, 32, 64, 128 and so on.
 
     Source: Kimi Linear (arXiv 2510.26692), section 3, the chunkwise form; Yang et al. 2024 (arXiv 2406.06484), eq. 8.
     """

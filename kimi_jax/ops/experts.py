@@ -62,9 +62,14 @@ def experts_grouped(
     Source: Kimi Linear's modelling code, `KimiSparseMoeBlock`; blocks of rows sorted by expert as in MegaBlocks
     (arXiv 2211.15841), without its padding of the weights.
     """
-    return _over_blocks(
-        x, chosen, weights, down.shape[0], lambda e: (gate_up[e], down[e]), activation=activation, first=first
-    )
+
+    def expert_weights(e):
+        # XLA's CPU backend slices bfloat16 as float32, and would widen the whole stacks ahead of the loop if nothing
+        # tied them to an iteration.
+        (gate_up_of_all, down_of_all), e = lax.optimization_barrier(((gate_up, down), e))
+        return gate_up_of_all[e], down_of_all[e]
+
+    return _over_blocks(x, chosen, weights, down.shape[0], expert_weights, activation=activation, first=first)
 
 
 def experts_packed(

@@ -9,13 +9,14 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from kimi_jax.checkpoints import names
+from kimi_jax.checkpoints import headers, names
 from kimi_jax.config import Config
 
 SMALL = dict(
     vocab_size=40, hidden_size=24, num_hidden_layers=3, mla_layers=(1,), num_attention_heads=8, q_lora_rank=16,
-    kv_lora_rank=12, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=7, kda_num_heads=8, kda_head_dim=6, conv_width=4,
-    intermediate_size=56, first_k_dense_replace=1, num_experts=8, num_experts_per_token=2, num_shared_experts=2,
+    kv_lora_rank=12, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=7, kda_num_heads=8, kda_head_dim=6,
+    conv_width=4, intermediate_size=56, first_k_dense_replace=1, num_experts=8, num_experts_per_token=2,
+    num_shared_experts=2,
     moe_intermediate_size=16, moe_renormalize=True, routed_scaling_factor=1.5, rms_norm_eps=1e-5, dtype="bfloat16",
     bos_token_id=1, eos_token_ids=(2,), pad_token_id=3, max_length=64,
 )  # fmt: skip
@@ -36,7 +37,7 @@ def small_k3(**changes) -> Config:
 
 
 def hub_arrays(config: Config, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Every hub tensor of `config`. Each element of float tensors is unique where the dtype can tell that many apart."""
+    """Every hub tensor of `config`. In float32 each element of the float tensors is unique."""
     rng, arrays, first = np.random.default_rng(seed), {}, 0
     packed = {path for path, row in names.table(config).items() if row.packed}
     for name, uses in names.hub_tensors(config).items():
@@ -72,6 +73,15 @@ def write(folder: Path, config: Config, arrays: dict[str, np.ndarray], shards: i
     return folder
 
 
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a folder by name: dtype, shape, bytes."""
+    found = {}
+    for tensor in headers.read_headers(folder).values():
+        raw = tensor.file.read_bytes()[tensor.begin : tensor.begin + tensor.nbytes]
+        found[tensor.name] = (tensor.dtype, tensor.shape, raw)
+    return found
+
+
 def nested(flat: dict) -> dict:
     """{"layers/0/o": x} -> {"layers": {0: {"o": x}}}, as flax gives the tree of a model."""
     tree: dict = {}
@@ -94,7 +104,7 @@ def abstract(config: Config, dtype=np.float32) -> dict:
 def shardings(config: Config, shape: tuple[int, int] = (2, 4), spread: str = "first") -> dict:
     """A sharding for every parameter over a mesh of `shape`.
 
-    spread: "none" replicates all; "first", "last" and "two" split the first axis, the last axis, or two axes that divide.
+    spread: "none" replicates all; "first", "last" and "two" split the first, the last, or two of the axes that divide.
     """
     count = shape[0] * shape[1]
     mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])

@@ -164,7 +164,7 @@ def test_packed_bytes_of_another_dtype(tmp_path):
     arrays = making.hub_arrays(config)
     name = "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight_scale"
     folder = making.write(tmp_path, config, arrays | {name: arrays[name].astype(np.float32)})
-    with pytest.raises(ValueError, match="w2.weight_scale is F32; U8 was wanted"):
+    with pytest.raises(ValueError, match=r"w2\.weight_scale is F32; U8 was wanted"):
         safetensors.load_params(folder, config, making.abstract(config), making.shardings(config), progress=False)
 
 
@@ -239,9 +239,9 @@ def test_duplicate_keys_in_the_index(folder, trees):
 @pytest.mark.parametrize(
     "change, word",
     [
-        (dict(data_offsets=[0, 10]), "takes"), (dict(shape=[-24, -48]), "whole numbers"), (dict(shape=[24.0, 48]), "whole"),
-        (dict(shape="ab"), "whole numbers"), (dict(data_offsets=[5]), "whole numbers"), (dict(shape=[True, 48]), "whole"),
-        (dict(extra=1), "were wanted"), (dict(shape=[10**30, 10**30]), "takes"),
+        (dict(data_offsets=[0, 10]), "takes"), (dict(shape=[-24, -48]), "whole numbers"), (dict(extra=1), "wanted"),
+        (dict(shape="ab"), "whole numbers"), (dict(data_offsets=[5]), "whole numbers"), (dict(shape=[24.0]), "whole"),
+        (dict(shape=[True, 48]), "whole numbers"), (dict(shape=[10**30, 10**30]), "takes"),
     ],
 )  # fmt: skip
 def test_an_entry_that_does_not_add_up(folder, trees, change, word):
@@ -272,7 +272,7 @@ def test_a_header_that_is_no_table_of_tensors(tmp_path, text):
 
 
 def test_neither_a_file_nor_an_index(tmp_path):
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         read_headers(tmp_path)
     with pytest.raises(ValueError, match="no such folder"):
         read_headers(tmp_path / "absent")

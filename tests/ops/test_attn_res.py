@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.attn_res import attn_res
+from kimi_jax.ops import attn_res as op
 
 from tests.reference import oracle
+
+attn_res = jax.jit(op.attn_res, static_argnames="eps")
 
 B, T, D, EPS = 2, 3, 24, 1e-5
 

@@ -1,5 +1,6 @@
 """The short convolution against the float64 oracle; its history; what padding may not do."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def run(x, weight, history=None, counts=None, dtype=jnp.float32):
     if history is None:
         history = np.zeros((x.shape[0], width - 1, *x.shape[2:]))
     counts = np.full(x.shape[0], x.shape[1]) if counts is None else counts
-    return short_conv(jnp.asarray(x, dtype), jnp.float32(weight), jnp.asarray(history, dtype), jnp.int32(counts))
+    return jax.jit(short_conv)(jnp.asarray(x, dtype), jnp.float32(weight), jnp.asarray(history, dtype), jnp.int32(counts))
 
 
 def expected(row, weight):
@@ -99,5 +100,5 @@ def test_bfloat16_weight_is_used_exactly():
     x, weight = make(3)
     weight = jnp.bfloat16(weight)
     history, counts = jnp.zeros((B, 2, *CHANNELS), jnp.float32), jnp.full(B, T)
-    y, _ = short_conv(jnp.float32(x), weight, history, counts)
+    y, _ = jax.jit(short_conv)(jnp.float32(x), weight, history, counts)
     np.testing.assert_array_equal(y, run(x, np.float32(weight))[0])

@@ -1,0 +1,108 @@
+"""The command line: `python -m kimi_jax COMMAND`. Each command parses its arguments and calls the library."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from kimi_jax.config import Config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command -> its exit status. A ValueError of the library is printed as one line, status 2."""
+    parser = argparse.ArgumentParser(prog="python -m kimi_jax", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (about, arguments, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        arguments(command)
+        command.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except ValueError as error:
+        print(f"kimi_jax {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """The options that make a layout."""
+    group = parser.add_argument_group("layout")
+    group.add_argument("--tp", type=int, default=1, help="ranks that split the MLA heads (default 1)")
+    group.add_argument("--cp", type=int, default=1, help="ranks that split the latent cache (default 1)")
+    group.add_argument("--shard-qkv-a", action="store_true", help="store the merged q_a|kv_a projection in column shards")
+    group.add_argument("--tokens-per-block", type=int, default=64, help="positions a stripe takes in turn (default 64)")
+    group.add_argument("--pad-heads", action="store_true", help="pad MLA heads that the ranks do not divide")
+
+
+def layout_of(args: argparse.Namespace):
+    """The layout that the options say."""
+    from sharding_rules import helix
+
+    return helix(
+        args.tp,
+        args.cp,
+        shard_qkv_a=args.shard_qkv_a,
+        tokens_per_block=args.tokens_per_block,
+        pad_heads=args.pad_heads,
+    )
+
+
+def config_of(name: str) -> Config:
+    """A configuration by published name, or from a folder or config.json."""
+    return Config.named(name) if name in ("kimi-linear-48b", "kimi-k3") else Config.from_hf(name)
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """The option that simulates host devices."""
+    parser.add_argument("--devices", type=int, metavar="N", help="simulate N host devices (CPU)")
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint folder (default: the one in the package)")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
+    parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
+    parser.add_argument("--top-p", type=float, help="sample from the smallest set of this probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a row; may be given several times")
+    add_layout(parser)
+    add_devices(parser)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    import kimi_jax
+
+    if args.devices:
+        kimi_jax.simulate_devices(args.devices)
+    model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=sys.stderr.isatty())
+    options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
+    if len(args.prompt) == 1:
+        print(args.prompt[0], end="")
+        for piece in kimi_jax.stream(model, args.prompt[0], **options):
+            print(_shown(piece), end="", flush=True)
+        print()
+    else:
+        for prompt, completion in zip(args.prompt, kimi_jax.generate(model, args.prompt, **options), strict=True):
+            print(f"{prompt}{_shown(completion)}\n")
+
+
+def _shown(part) -> str:
+    return f" {part.tokens}" if part.text is None else part.text
+
+
+def _sampling(args: argparse.Namespace):
+    from kimi_jax.sampling import Greedy, Temperature, TopP
+
+    if args.top_p is not None:
+        return TopP(args.top_p, args.temperature if args.temperature is not None else 1.0)
+    return Greedy() if args.temperature is None else Temperature(args.temperature)
+
+
+Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int | None]]
+
+COMMANDS: dict[str, Command] = {
+    "generate": ("continue a prompt", _generate_arguments, _generate),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

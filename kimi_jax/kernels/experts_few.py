@@ -1,0 +1,213 @@
+"""The routed experts for few tokens: bound by the bytes of the experts that were hit, each read once.
+
+The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for up to 64 tokens. No sorting, no gathering: a program takes one
+expert's rows of a weight and multiplies all tokens by them, which costs nothing while memory is what it waits for,
+and stores only the results of the tokens that chose this expert.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
+
+from kimi_jax.kernels import fp4
+
+MOST_TOKENS = 64
+Activation = Callable[[Array, Array], Array]
+
+
+def supports(x: Float[Array, "N D"], hidden: int) -> bool:
+    """Whether these kernels can stand in: few bfloat16 tokens, widths in whole blocks."""
+    return x.shape[0] <= MOST_TOKENS and x.dtype == jnp.bfloat16 and x.shape[1] % 128 == 0 and hidden % 128 == 0
+
+
+def experts_few(
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    gate_up: Float[Array, "E 2 F D"],
+    down: Float[Array, "E D F"],
+    *,
+    activation: Activation,
+    first: int | Int[Array, ""] = 0,
+    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
+    stages: int = 4,
+    warps: int = 4,
+    interpret: bool = False,
+) -> Float32[Array, "N D"]:
+    """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
+
+    As `ops.experts.experts_grouped`, its roundings included. blocks: rows and columns of a weight held at a time by the first product,
+    then by the second.
+
+    Floor: 6 F D bytes for each expert that a token chose. Source: the same; each expert's weights are streamed as in a
+    matrix-vector product, one program a stretch of rows.
+    """
+    E, _, F, D = gate_up.shape
+    return _run(
+        x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, blocks, stages, warps, interpret
+    )
+
+
+def experts_few_packed(
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    gate_up_packed: UInt8[Array, "E 2 F D//2"],
+    gate_up_scale: UInt8[Array, "E 2 F D//32"],
+    down_packed: UInt8[Array, "E D F//2"],
+    down_scale: UInt8[Array, "E D F//32"],
+    *,
+    activation: Activation,
+    first: int | Int[Array, ""] = 0,
+    blocks: tuple[int, int, int, int] = (64, 64, 64, 64),
+    stages: int = 3,
+    warps: int = 4,
+    interpret: bool = False,
+) -> Float32[Array, "N D"]:
+    """`experts_few` on MXFP4 weights, widened in registers (see `fp4`).
+
+    blocks: rows and *bytes* of a weight held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
+    """
+    E, _, F, half = gate_up_packed.shape
+    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
+    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, blocks, stages, warps, interpret)
+
+
+def _run(x, chosen, weights, first, gate_up, down, sizes, activation, blocks, stages, warps, interpret):
+    (N, k), (E, F, D) = chosen.shape, sizes
+    packed = len(gate_up) == 2
+    by_pair = N * k <= E
+    padded = max(16, pl.next_power_of_2(N))
+    first = jnp.asarray(first, jnp.int32).reshape(1)
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    common = dict(by_pair=by_pair, padded=padded, packed=packed, interpret=interpret)
+    programs = min(N * k, E)
+    x = fp4.split(x) if packed else x
+    hidden = pl.pallas_call(
+        functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], **common),
+        out_shape=jax.ShapeDtypeStruct((N, k, F), x.dtype),
+        grid=(F // blocks[0], programs),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_few_gate_up",
+    )(x, chosen, first, *gate_up)
+    outputs = pl.pallas_call(
+        functools.partial(_down, rows=blocks[2], columns=blocks[3], **common),
+        out_shape=jax.ShapeDtypeStruct((N, k, D), x.dtype),
+        grid=(D // blocks[2], programs),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_few_down",
+    )(hidden, chosen, first, *down)
+    held = (chosen >= first[0]) & (chosen < first[0] + E)
+    # Rows of pairs that are not held were never written.
+    terms = jnp.where(held[..., None], outputs.astype(jnp.float32) * weights[..., None], 0)
+    return sum(terms[:, i] for i in range(k))
+
+
+def _tokens_of(chosen_ref, first_ref, by_pair, padded):
+    """This program's expert, whether it has work, and for each token whether and as which of its choices it took it."""
+    N, k = chosen_ref.shape
+    program = pl.program_id(1)
+    choices = pl.next_power_of_2(k)
+    token = jnp.arange(padded, dtype=jnp.int32)[:, None]
+    choice = jnp.arange(choices, dtype=jnp.int32)[None, :]
+    start = program * 0
+    inside = (token < N) & (choice < k)
+    chosen = plgpu.load(chosen_ref.at[pl.ds(start, padded), pl.ds(start, choices)], mask=inside, other=-1)
+    if by_pair:
+        expert = chosen_ref[program // k, program % k]
+        first_pair = jnp.min(jnp.where((chosen == expert) & inside, token * k + choice, N * k))
+        mine = first_pair == program
+    else:
+        expert = program + first_ref[0]
+        mine = jnp.max(jnp.where((chosen == expert) & inside, 1, 0)) > 0
+    match = (chosen == expert) & inside
+    took = jnp.max(jnp.where(match, 1, 0), axis=1) > 0
+    which = jnp.max(jnp.where(match, choice, 0), axis=1)
+    return expert - first_ref[0], mine, took, which
+
+
+def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, columns, by_pair, padded, packed, interpret):
+    *weight_refs, hidden_ref = refs
+    e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
+    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
+    N = x_ref.shape[0]
+    row = pl.program_id(0) * rows
+    inside = (jnp.arange(padded, dtype=jnp.int32) < N)[:, None]
+    tokens = pl.ds(row * 0, padded)
+
+    @pl.when(mine)
+    def _():
+        def load_x(at, size):
+            return plgpu.load(x_ref.at[tokens, pl.ds(at, size)], mask=inside, other=0.0)
+
+        def fold(i, sums):
+            return tuple(
+                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
+                for part, s in enumerate(sums)
+            )
+
+        zero = jnp.zeros((rows, padded), jnp.float32)
+        gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
+        dtype = hidden_ref.dtype
+        hidden = activation(gate.astype(dtype), up.astype(dtype))
+        at = row + jnp.arange(rows, dtype=jnp.int32)
+        if packed:  # even columns first, as fp4.split orders them
+            at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
+        _store_columns(hidden_ref, hidden, at, took, which)
+
+
+def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, columns, by_pair, padded, packed, interpret):
+    *weight_refs, out_ref = refs
+    e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
+    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
+    row = pl.program_id(0) * rows
+    token = jnp.minimum(jnp.arange(padded, dtype=jnp.int32), hidden_ref.shape[0] - 1)
+
+    @pl.when(mine)
+    def _():
+        def load_hidden(at, size):
+            column = at + jnp.arange(size, dtype=jnp.int32)
+            shape = (padded, size)
+            place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], which[:, None], column[None, :]))
+            return plgpu.load(hidden_ref.at[place], mask=jnp.broadcast_to(took[:, None], shape), other=0.0)
+
+        def fold(i, s):
+            return _accumulate(s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret)
+
+        zero = jnp.zeros((rows, padded), jnp.float32)
+        out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
+        _store_columns(out_ref, out.astype(out_ref.dtype), row + jnp.arange(rows, dtype=jnp.int32), took, which)
+
+
+def _accumulate(total, weight_refs, index, row, i, rows, columns, load_x, width, packed, interpret):
+    """total[r, n] + sum over the i-th stretch of columns of weight[r, c] x[n, c]."""
+    some = pl.ds(row, rows)
+    if not packed:
+        weight = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
+        return total + _dot(weight, load_x(i * columns, columns))
+    codes = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
+    groups = columns // 16
+    scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
+    low, high = fp4.widen(codes, scale, interpret)
+    total = total + _dot(low, load_x(i * columns, columns))
+    return total + _dot(high, load_x(width // 2 + i * columns, columns))
+
+
+def _store_columns(ref, value, at, took, which):
+    """ref[n, which[n], at[r]] = value[r, n] for the tokens n that took this expert."""
+    token = jnp.arange(value.shape[1], dtype=jnp.int32)
+    shape = value.shape
+    place = tuple(jnp.broadcast_to(i, shape) for i in (token[None, :], which[None, :], at[:, None]))
+    plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(took[None, :], shape))
+
+
+def _dot(weight, x):
+    return lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

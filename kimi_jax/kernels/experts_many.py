@@ -1,0 +1,171 @@
+"""The routed experts for many tokens: blocks of rows sorted by expert, each block against one expert's weights.
+
+The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for more tokens than `experts_few` takes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
+
+from kimi_jax.kernels import fp4
+from kimi_jax.kernels.experts_few import Activation, _accumulate
+
+
+def experts_many(
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    gate_up: Float[Array, "E 2 F D"],
+    down: Float[Array, "E D F"],
+    *,
+    activation: Activation,
+    first: int | Int[Array, ""] = 0,
+    block: int | None = None,
+    blocks: tuple[int, int, int, int] = (128, 64, 128, 64),
+    stages: int = 3,
+    warps: int = 8,
+    interpret: bool = False,
+) -> Float32[Array, "N D"]:
+    """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
+
+    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block.
+
+    Floor: 6 F D bytes for each expert hit, or 6 F D operations for each pair of token and expert. Source: the same.
+    """
+    E, _, F, D = gate_up.shape
+    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, block, blocks, stages, warps, interpret)
+
+
+def experts_many_packed(
+    x: Float[Array, "N D"],
+    chosen: Int32[Array, "N k"],
+    weights: Float32[Array, "N k"],
+    gate_up_packed: UInt8[Array, "E 2 F D//2"],
+    gate_up_scale: UInt8[Array, "E 2 F D//32"],
+    down_packed: UInt8[Array, "E D F//2"],
+    down_scale: UInt8[Array, "E D F//32"],
+    *,
+    activation: Activation,
+    first: int | Int[Array, ""] = 0,
+    block: int | None = None,
+    blocks: tuple[int, int, int, int] = (64, 64, 64, 64),
+    stages: int = 3,
+    warps: int = 4,
+    interpret: bool = False,
+) -> Float32[Array, "N D"]:
+    """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
+    E, _, F, half = gate_up_packed.shape
+    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
+    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, blocks, stages, warps, interpret)
+
+
+def _run(x, chosen, weights, first, gate_up, down, sizes, activation, block, blocks, stages, warps, interpret):
+    (N, k), (E, F, D) = chosen.shape, sizes
+    pairs, packed = N * k, len(gate_up) == 2
+    block = block or max(16, min(128, pl.next_power_of_2(pairs // E)))
+    order, table = _plan(chosen.reshape(-1) - first, E, block)
+    count = table.shape[1]
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    common = dict(block=block, packed=packed, interpret=interpret)
+    hidden = pl.pallas_call(
+        functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], top_k=k, **common),
+        out_shape=jax.ShapeDtypeStruct((pairs + block, F), x.dtype),
+        grid=(F // blocks[0], count),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_many_gate_up",
+    )(fp4.split(x) if packed else x, order, table, *gate_up)
+    outputs = pl.pallas_call(
+        functools.partial(_down, rows=blocks[2], columns=blocks[3], **common),
+        out_shape=jax.ShapeDtypeStruct((pairs, D), x.dtype),
+        grid=(D // blocks[2], count),
+        compiler_params=params,
+        interpret=interpret,
+        name="experts_many_down",
+    )(hidden, order, table, *down)
+    held = (chosen >= first) & (chosen < first + E)
+    terms = jnp.where(held[..., None], outputs.reshape(N, k, D).astype(jnp.float32) * weights[..., None], 0)
+    return sum(terms[:, i] for i in range(k))
+
+
+def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int32[Array, " Q"], Int32[Array, "3 X"]]:
+    """The pairs in the order of their experts, and for each block its expert, its first row and its number of rows."""
+    pairs = local.shape[0]
+    local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
+    order = jnp.argsort(local, stable=True).astype(jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    counts = jnp.sum(local[None, :] == experts[:, None], axis=1, dtype=jnp.int32)
+    end = jnp.cumsum(counts)
+    blocks = -(-counts // block)
+    last_block = jnp.cumsum(blocks)
+    b = jnp.arange(pairs // block + min(num_experts, pairs), dtype=jnp.int32)
+    e = jnp.minimum(jnp.sum(last_block[None, :] <= b[:, None], axis=1, dtype=jnp.int32), num_experts - 1)
+    row = (end - counts)[e] + (b - (last_block - blocks)[e]) * block
+    rows = jnp.where(b < last_block[-1], jnp.clip(end[e] - row, 0, block), 0)
+    return jnp.pad(order, (0, block)), jnp.stack([e, row, rows])
+
+
+def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_k, block, packed, interpret):
+    *weight_refs, hidden_ref = refs
+    b = pl.program_id(1)
+    e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
+    row = pl.program_id(0) * rows
+    within = jnp.arange(block, dtype=jnp.int32)
+
+    @pl.when(count > 0)
+    def _():
+        token = order_ref[pl.ds(first_row, block)] // top_k
+
+        def load_x(at, size):
+            shape = (block, size)
+            column = at + jnp.arange(size, dtype=jnp.int32)
+            place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], column[None, :]))
+            return plgpu.load(x_ref.at[place], mask=jnp.broadcast_to((within < count)[:, None], shape), other=0.0)
+
+        def fold(i, sums):
+            return tuple(
+                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
+                for part, s in enumerate(sums)
+            )
+
+        zero = jnp.zeros((rows, block), jnp.float32)
+        gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
+        dtype = hidden_ref.dtype
+        at = row + jnp.arange(rows, dtype=jnp.int32)
+        if packed:  # even columns first, as fp4.split orders them
+            at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
+        _store(hidden_ref, activation(gate.astype(dtype), up.astype(dtype)), first_row + within, at, within < count)
+
+
+def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, block, packed, interpret):
+    *weight_refs, out_ref = refs
+    b = pl.program_id(1)
+    e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
+    row = pl.program_id(0) * rows
+    within = jnp.arange(block, dtype=jnp.int32)
+
+    @pl.when(count > 0)
+    def _():
+        def load_hidden(at, size):
+            some = hidden_ref.at[pl.ds(first_row, block), pl.ds(at, size)]
+            return plgpu.load(some, mask=(within < count)[:, None], other=0.0)
+
+        def fold(i, s):
+            return _accumulate(s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret)
+
+        zero = jnp.zeros((rows, block), jnp.float32)
+        out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
+        pair = order_ref[pl.ds(first_row, block)]
+        _store(out_ref, out.astype(out_ref.dtype), pair, row + jnp.arange(rows, dtype=jnp.int32), within < count)
+
+
+def _store(ref, value, at_rows, at_columns, live):
+    """ref[at_rows[n], at_columns[r]] = value[r, n] where live[n]."""
+    shape = value.shape
+    place = tuple(jnp.broadcast_to(i, shape) for i in (at_rows[None, :], at_columns[:, None]))
+    plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(live[None, :], shape))

@@ -1,0 +1,45 @@
+"""What the model declares, and what a layout makes of it: the ground of `plan` and `explain`. Makes no array."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kimi_jax.config import Config
+from kimi_jax.model import Parameter, build
+from sharding_rules import SINGLE, Layout, axes
+
+
+def declared(config: Config, layout: Layout, dtype: str) -> list[tuple[tuple, Parameter]]:
+    """Every parameter of the model with its path, such as ("layers", 0, "attention", "qkv")."""
+    # Shapes depend on the layout only where heads are padded; a search over layouts need not build each time.
+    return _declared(config, layout if layout.pad_heads else SINGLE, dtype)
+
+
+def held(layout: Layout, array: Any, names: tuple[str | None, ...]) -> int:
+    """Bytes which one device holds of something with a shape, a dtype and these logical axes."""
+    return math.prod(layout.shard_shape(array.shape, *names)) * jnp.dtype(array.dtype).itemsize
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words: "tp=2 x cp=4 = 8 ranks, shard_qkv_a"."""
+    ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    words = [f"tp={layout.tp} x cp={layout.cp} = {ranks}"]
+    words += ["shard_qkv_a"] if layout.mesh_axes(axes.QKV_A) else []
+    words += ["pad_heads"] if layout.pad_heads else []
+    return ", ".join(words)
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """A layout as values that json can write."""
+    return {**dataclasses.asdict(layout), "rules": {name: list(to) for name, to in layout.rules}}
+
+
+@functools.lru_cache(maxsize=4)
+def _declared(config: Config, layout: Layout, dtype: str) -> list[tuple[tuple, Parameter]]:
+    tree = build(config, layout, jnp.dtype(dtype))[1]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, Parameter))
+    return [(tuple(key.key for key in path), parameter) for path, parameter in leaves]

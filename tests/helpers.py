@@ -1,0 +1,24 @@
+"""What several test files need: golden files and the two measures of error."""
+
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    """The oracle's answers for one checkpoint."""
+    with np.load(GOLDEN / f"{name}.npz") as data:
+        return dict(data)
+
+
+def worst(mine: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest error, as a part of the largest wanted value."""
+    assert mine.shape == wanted.shape, (mine.shape, wanted.shape)
+    return float(np.abs(mine.astype(np.float64) - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+
+
+def relative_rms(mine: np.ndarray, wanted: np.ndarray) -> float:
+    """Root mean square of the error over that of the wanted values."""
+    return float(np.sqrt(np.mean((mine.astype(np.float64) - wanted) ** 2) / np.mean(np.square(wanted, dtype=np.float64))))
