@@ -7,9 +7,11 @@ kimi_jax.generate(model, "In the beginning")[0].text
 from typing import Any
 
 from kimi_jax import config
+from kimi_jax.checkpoints.states import load_state, save_state
 from kimi_jax.config import Config
 from kimi_jax.generate import Completion, Piece, generate, stream
-from kimi_jax.runtime import Model, load, random_model
+from kimi_jax.loading import export_safetensors, load, random_model, save
+from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, MinP, Temperature, TopK, TopP
 from kimi_jax.state import State
 from kimi_jax.testing import simulate_devices
@@ -29,9 +31,13 @@ __all__ = [
     "TopK",
     "TopP",
     "__version__",
+    "export_safetensors",
     "generate",
     "load",
+    "load_state",
     "random_model",
+    "save",
+    "save_state",
     "simulate_devices",
     "stream",
 ]

@@ -28,7 +28,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
     group.add_argument("--tp", type=int, default=1, help="ranks that split the MLA heads (default 1)")
     group.add_argument("--cp", type=int, default=1, help="ranks that split the latent cache (default 1)")
-    group.add_argument("--shard-qkv-a", action="store_true", help="store the merged q_a|kv_a projection in column shards")
+    group.add_argument("--shard-qkv-a", action="store_true", help="split the merged q_a|kv_a projection by columns")
     group.add_argument("--tokens-per-block", type=int, default=64, help="positions a stripe takes in turn (default 64)")
     group.add_argument("--pad-heads", action="store_true", help="pad MLA heads that the ranks do not divide")
 

@@ -21,7 +21,7 @@ from kimi_jax import estimate, tables
 from kimi_jax.checkpoints.report import human, peak_resident
 from kimi_jax.collectives import Found, differences, needed, part_of, read
 from kimi_jax.config import Config
-from kimi_jax.placement import describe, layout_json
+from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.plan import Plan, plan
 from kimi_jax.runtime import Model
 from kimi_jax.state import Cache, cache_shapes, cache_shardings
@@ -98,12 +98,13 @@ def check(plan: Plan, *, length: int = 1, devices: Any = None) -> Check:
     memory = compiled.memory_analysis()
     wanted = needed(plan.config, plan.layout, plan.dtype, one_token=length == 1)
     lengths = plan.batch * (length + 2) * 4  # tokens, counts and the cache's lengths, int32 on each device
+    kept = plan.weights + plan.kv_cache + plan.kda_state + plan.conv_state
     return Check(
         length,
         found,
         tuple(differences(found, wanted, plan.config, plan.batch, length)),
         arguments=memory.argument_size_in_bytes,
-        planned=plan.weights + plan.kv_cache + plan.kda_state + plan.conv_state + lengths,
+        planned=kept + lengths - _unread(plan),
         temporary=memory.temp_size_in_bytes,
         estimated=estimate.step(plan.config, plan.layout, plan.batch, length, plan.dtype),
         seconds=seconds,
@@ -165,6 +166,15 @@ def compile_step(model: Model, batch: int, capacity: int, length: int = 1) -> An
         model.params = jax.tree.map(at, model.abstract(), model.shardings())
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=whole)
     return model._extend.compile(tokens, jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=whole), cache)
+
+
+def _unread(plan: Plan) -> int:
+    """Bytes a device of weights which a step never takes in: the first layer has no earlier sum to mix."""
+    return sum(
+        held(plan.layout, parameter, parameter.axes)
+        for path, parameter in declared(plan.config, plan.layout, plan.dtype)
+        if path[:2] == ("layers", 0) and path[2].startswith("attention_res")
+    )
 
 
 def compile_command(

@@ -1,7 +1,8 @@
 """`generate` and `stream`: prompts in, text out, over the compiled steps of a `Model`.
 
-The device decodes in bursts; between bursts the host looks at stop strings, progress, Ctrl-C and non-finite logits. What a
-row produces depends on its prompt, its seed and the weights, never on its neighbours, the padding or the chunking.
+The device decodes in bursts; between bursts the host looks at stop strings, progress, Ctrl-C and non-finite logits.
+What a row produces depends on its prompt, its seed and the weights, never on its neighbours, the padding or the
+chunking.
 """
 
 import time
@@ -12,10 +13,11 @@ import numpy as np
 from jaxtyping import Array
 from tqdm.auto import tqdm
 
-from kimi_jax.runtime import BURST, Model
 from kimi_jax.rows import Row
+from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
 from kimi_jax.state import State
+from kimi_jax.steps import BURST
 from kimi_jax.tokenizer import StopStrings
 
 PREFILL_CHUNK = 2048  # longest stretch of prompt fed at once, unless asked otherwise
@@ -30,8 +32,8 @@ Prompt = str | Sequence[int]
 class Completion:
     """What a prompt was continued with.
 
-    tokens: new tokens only, without what ended them. text: None without a tokenizer. finish_reason: "stop" (an EOS id, a stop
-    token or string) or "length". logprobs: of each token, if asked. state: what to continue from, if kept.
+    tokens: new tokens only, without what ended them. text: None without a tokenizer. finish_reason: "stop" (an EOS id,
+    a stop token or string) or "length". logprobs: of each token, if asked. state: what to continue from, if kept.
     """
 
     tokens: list[int]
@@ -43,7 +45,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """What came since the last piece: whole characters of text (None without a tokenizer) and the tokens behind them."""
+    """What came since the last piece: whole characters of text (None without a tokenizer) and the tokens behind
+    them."""
 
     text: str | None
     tokens: list[int]
@@ -67,9 +70,10 @@ def generate(
     """Continue one prompt or many, of any lengths -> one Completion each.
 
     prompts: strings (encoded as the checkpoint's tokenizer does) or lists of token ids (taken as they are).
-    seed: row i draws with `seed + i`, or with its own entry of a list. stop: token ids and strings, besides the EOS ids.
-    capacity: tokens a row can hold, default what this call needs, rounded up to a bucket. prefill_chunk: prompt tokens fed
-    at once. state: continue each of its rows, without consuming it; a kept state first feeds its last token.
+    seed: row i draws with `seed + i`, or with its own entry of a list. stop: token ids and strings, besides the EOS
+    ids.
+    capacity: tokens a row can hold, default what this call needs, rounded up to a bucket. prefill_chunk: prompt tokens
+    fed at once. state: continue each of its rows, without consuming it; a kept state first feeds its last token.
     keep_state: give back what each row holds at its end. progress: a tqdm bar.
 
     Raises ValueError naming the argument for anything that does not fit, before anything is allocated, and
@@ -188,8 +192,8 @@ class Run:
         if not finite.all():
             row = int(np.argmin(finite))
             raise FloatingPointError(
-                f"logits of row {row} are not finite at new token {drawn + steps - 1}; the weights, or the state that was "
-                "continued, hold NaN or overflow in this dtype"
+                f"logits of row {row} are not finite at new token {drawn + steps - 1}; the weights, or the state "
+                "that was continued, hold NaN or overflow in this dtype"
             )
         for row, ids, logs in zip(self.rows, tokens[:, :steps].tolist(), logprobs[:, :steps].tolist(), strict=True):
             for token, log in zip(ids, logs, strict=True):
@@ -260,7 +264,7 @@ def _encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None
 
 
 def _stops(model: Model, stop: str | Sequence[str | int]) -> tuple[np.ndarray, StopStrings]:
-    """Stop token ids (with the EOS ids; padded to a multiple of 8, so that their number compiles nothing) and strings."""
+    """Stop token ids, with the EOS ids (padded to a multiple of 8: their number compiles nothing), and strings."""
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = [s for s in stops if isinstance(s, str)]
     if strings and model.tokenizer is None:

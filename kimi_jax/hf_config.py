@@ -19,8 +19,7 @@ SIZES = dict.fromkeys(
 ) | {"first_k_dense_replace": 0, "num_shared_experts": 0}
 OPTIONAL_SIZES = ("q_lora_rank", "routed_expert_hidden_size", "attn_res_block_size")
 
-# Field of Config -> the hub keys that say it. The first is the one written; the others are what transformers and
-# related configs call the same thing.
+# Field of Config -> the hub keys that say it: the one that is written, then what others call the same thing.
 SPELLINGS = {name: (name,) for name in SIZES if not name.startswith(("kda_", "conv_"))} | {
     "max_length": ("model_max_length", "max_position_embeddings"),
     "num_experts": ("num_experts", "num_local_experts"),
@@ -65,15 +64,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mla_use_nope": ((True,), "a rotary MLA is not implemented"),
     "tie_word_embeddings": ((False,), "tied embeddings are not implemented"),
     "attention_bias": ((False, None), "projections with a bias are not implemented"),
-    "num_expert_group": ((1, None), "expert groups are not implemented"),
-    "n_group": ((1, None), "expert groups are not implemented"),
-    "topk_group": ((1, None), "expert groups are not implemented"),
+    **dict.fromkeys(("num_expert_group", "n_group", "topk_group"), ((1, None), "expert groups are not implemented")),
     "topk_method": (("noaux_tc", None), "routing without the selection bias is not implemented"),
     "moe_router_activation_func": (("sigmoid",), "a router other than sigmoid is not implemented"),
     "moe_layer_freq": ((1,), "only every layer from first_k_dense_replace on being MoE is implemented"),
     "num_nextn_predict_layers": ((0, None), "MTP layers are not implemented"),
-    "is_encoder_decoder": ((False,), "an encoder is not implemented"),
-    "add_cross_attention": ((False,), "cross attention is not implemented"),
 }
 
 
@@ -87,7 +82,7 @@ IGNORED = _by_key({
     "names classes and code of other libraries; kinds are told by their keys": "architectures model_type auto_map",
     "says who wrote the file": "transformers_version",
     "bookkeeping of transformers": "_name_or_path _attn_implementation_autoset id2label label2id problem_type "
-    "chunk_size_feed_forward",
+    "chunk_size_feed_forward is_encoder_decoder add_cross_attention",
     "asks for extra outputs": "output_attentions output_hidden_states output_router_logits return_dict",
     "how transformers generates, not what the model is": "use_cache",
     "training only": "initializer_range attention_dropout router_aux_loss_coef",
@@ -116,15 +111,17 @@ QUANTIZATION: dict[str, Any] = {
 QUANTIZATION_NEEDS = ("quant_method", "config_groups", "group_0", "weights", "num_bits", "type", "group_size")
 QUANTIZATION_IGNORED = _by_key({
     "not the whole truth in K3's own file: packed is what is stored packed, exactly the routed experts": "ignore",
-    "says who wrote the file": "version",
-    "informative": "global_compression_ratio",
-    "how the scales were found": "observer observer_kwargs",
+    "says how the file was made": "version global_compression_ratio observer observer_kwargs",
 })  # fmt: skip
 
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The fields of Config that a hub config says; see `Config.from_hf`."""
-    hub, where = read_raw(source)
+    if isinstance(source, Mapping):
+        hub, where = source, "config"
+    else:
+        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        hub, where = strict_json.read_object(file), str(file)
     if "text_config" in hub:
         hub = _unwrap(hub, where)
     linear = _linear_keys(hub, where)
@@ -154,15 +151,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         _check_quantization(quantization, QUANTIZATION, f"{where}: quantization_config")
     fields["packed_experts"] = quantization is not None
     return fields
-
-
-def read_raw(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A hub config as it stands, and the words that name it in errors."""
-    if isinstance(source, Mapping):
-        return dict(source), "config"
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    return strict_json.read_object(path), str(path)
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -220,12 +208,12 @@ def _unwrap(top: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _linear_keys(hub: Mapping[str, Any], where: str) -> dict[str, Any]:
     """`linear_attn_config` with the keys that transformers writes outside of it."""
-    linear = hub.get("linear_attn_config")
-    linear = {} if linear is None else linear
+    linear = hub.get("linear_attn_config") or {}
     if not isinstance(linear, Mapping):
         raise ValueError(f"{where}: linear_attn_config={linear!r}: a JSON object was wanted")
-    known = {keys[0] for keys in LINEAR_SPELLINGS.values()} | set(LAYER_LISTS)
-    _refuse_unknown(linear.keys() - known, f"{where}: linear_attn_config")
+    _refuse_unknown(
+        linear.keys() - {*LAYER_LISTS, *(k[0] for k in LINEAR_SPELLINGS.values())}, f"{where}: linear_attn_config"
+    )
     return dict(linear) | {key: hub[key] for key in NATIVE_LINEAR if key in hub}
 
 
@@ -301,24 +289,24 @@ def _mla_layers(hub: Mapping[str, Any], linear: Mapping[str, Any], layers: int, 
 
 def _dense_layers(hub: Mapping[str, Any], layers: int, where: str) -> int:
     """How many layers come before the first MoE one: by the number, by `mlp_layer_types`, or by both if they agree."""
-    kinds, said = hub.get("mlp_layer_types"), hub.get("first_k_dense_replace")
+    kinds, name = hub.get("mlp_layer_types"), "first_k_dense_replace"
     if kinds is None:
-        return _say(hub, "first_k_dense_replace", ("first_k_dense_replace",), where)
+        return _say(hub, name, (name,), where)
     count = kinds.count("dense") if isinstance(kinds, list) else -1
     if not isinstance(kinds, list) or kinds != ["dense"] * count + ["sparse"] * (layers - count):
         raise ValueError(f"{where}: mlp_layer_types must be {layers} layers, all dense ones before the sparse ones")
-    if said is None:
+    if hub.get(name) is None:
         return count
-    said = _say(hub, "first_k_dense_replace", ("first_k_dense_replace",), where)
+    said = _say(hub, name, (name,), where)
     if min(said, layers) != count:
-        raise ValueError(f"{where}: first_k_dense_replace={said} contradicts {count} dense layers in mlp_layer_types")
+        raise ValueError(f"{where}: {name}={said} contradicts {count} dense layers in mlp_layer_types")
     return said
 
 
 def _check_quantization(value: Any, wanted: Any, where: str) -> None:
     """Raise unless `value` says no more than `wanted`, MXFP4 as K3 has it."""
     if not isinstance(wanted, dict) or not wanted:
-        if value != wanted and value is not None:
+        if value != wanted and (value is not None or wanted != {}):
             raise ValueError(f"{where}={value!r}: only K3's packed MXFP4 experts ({wanted!r} here) are implemented")
         return
     if not isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Random weights: what each kind of parameter is drawn from. Pure functions of a key; placing them is the runtime's part."""
+"""Random weights: what each kind of parameter is drawn from. Pure functions of a key; placing them is the runtime's
+part."""
 
 import math
 import zlib

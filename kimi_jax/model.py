@@ -106,15 +106,16 @@ class Transformer(nnx.Module):
         return rms_norm(stream.h, self.norm[...], self.config.rms_norm_eps)
 
     def head(self, h: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-        """Logits in float32, whole on every rank: the product is pinned to its shards so that it, not W, is gathered."""
-        with jax.named_scope("head"):
+        """Logits in float32, whole on every rank: the product is pinned to its shards so that it, not W, is
+        gathered.""" with jax.named_scope("head"):
             logits = project(h, self.lm_head[...], jnp.float32)
             logits = self.layout.constrain(logits, BATCH, LENGTH, VOCAB)
             return self.layout.constrain(logits, BATCH, LENGTH, None)
 
 
 class AttnResTransformer(Transformer):
-    """A decoder with Attention Residuals (Kimi K3): sub-layers read a mix of earlier sums, every few layers a new sum begins.
+    """A decoder with Attention Residuals (Kimi K3): sub-layers read a mix of earlier sums, every few layers a new sum
+    begins.
 
         x = mix(stored, h);  at a boundary: stored <- stored + [h], h <- attention(RMS(x)), else h <- h + attention(RMS(x))
         h <- h + ffn(RMS(mix(stored, h)));      logits = W_head RMS(mix(stored, h)) at the end
@@ -175,8 +176,8 @@ def build(config: Config, layout: Layout, dtype: DTypeLike) -> tuple[nnx.GraphDe
 
 
 def guard(config: Config, layout: Layout, devices: int | None = None) -> None:
-    """Raise ValueError unless the layout can hold this model: the guards of `sharding_rules.checks`, before any array."""
-    _check_implemented(config)
+    """Raise ValueError unless the layout can hold this model: the guards of `sharding_rules.checks`, before any
+    array.""" _check_implemented(config)
     if config.q_lora_rank is None and layout.shards(axes.QKV_A) > 1:
         raise ValueError(
             "shard_qkv_a=True: this model has no q-LoRA, so there is no merged q_a|kv_a projection to shard; use "

@@ -4,90 +4,44 @@ Steps are compiled once for each shape and kept with the model; the parameters a
 closed over. Inputs that come from a user are checked in `generate` and at the top of each public method.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from kimi_jax.checkpoints.safetensors import load_params
-from kimi_jax.config import ASSETS, Config
-from kimi_jax.initialise import draw, key_of
-from kimi_jax.layers.chunk import Chunk
+from kimi_jax import steps
+from kimi_jax.checkpoints.report import LoadReport
+from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build, guard
-from kimi_jax.sampling import Sampling, row_keys, token_logprobs
+from kimi_jax.sampling import Greedy, Sampling
 from kimi_jax.state import Cache, State, cache_shapes, cache_shardings, new_cache
-from kimi_jax.tokenizer import Tokenizer, load_tokenizer
-from sharding_rules import SINGLE, Layout
+from kimi_jax.steps import Burst
+from kimi_jax.tokenizer import Tokenizer
+from sharding_rules import Layout
 
-BURST = 64  # tokens a row that one call of the decode loop can draw
-SHIPPED = ASSETS / "kimi-linear-tiny"
-
-
-def load(
-    path: str | PathLike[str] | None = None,
-    *,
-    layout: Layout | None = None,
-    dtype: str | None = None,
-    devices: Sequence[jax.Device] | None = None,
-    progress: bool = True,
-) -> "Model":
-    """Load a checkpoint folder (Hugging Face safetensors) onto a layout.
-
-    path: None is the small trained checkpoint that ships in the package. layout: None is one device. dtype: of weights and
-    activations, None as the checkpoint says. devices: default JAX's first tp * cp. Each device reads only what it holds.
-
-    Raises ValueError naming what is wrong: the configuration, the folder's tensors, a size that the layout does not divide,
-    too few devices.
-    """
-    path = SHIPPED if path is None else path
-    config = Config.from_hf(path)
-    model = Model(config, layout or SINGLE, dtype or config.dtype, devices, load_tokenizer(path))
-    model.params, model.report = load_params(path, config, model.abstract(), model.shardings(), progress=progress)
-    return model
+DTYPES = ("float32", "bfloat16")
 
 
-def random_model(
-    config: Config,
-    *,
-    layout: Layout | None = None,
-    dtype: str | None = None,
-    seed: int = 0,
-    devices: Sequence[jax.Device] | None = None,
-) -> "Model":
-    """A model of random weights, born sharded; `seed` gives the same values under every layout."""
-    model = Model(config, layout or SINGLE, dtype or config.dtype, devices)
-    whole = build(config, dataclasses.replace(model.layout, pad_heads=False), model.dtype)[1]
-    placed = model.shardings()
-
-    @partial(jax.jit, static_argnums=(0, 1, 2))
-    def born(parameter: Parameter, shape: tuple[int, ...], sharding: Any, key: Array) -> Array:
-        value = draw(parameter, key)
-        value = jnp.pad(value, [(0, to - have) for to, have in zip(shape, value.shape, strict=True)])
-        return jax.lax.with_sharding_constraint(value, sharding)
-
-    def one(path: tuple, parameter: Parameter, held: Parameter, sharding: Any) -> Array:
-        return born(parameter, held.shape, sharding, key_of(tuple(k.key for k in path), seed))
-
-    is_leaf = lambda x: isinstance(x, Parameter)  # noqa: E731
-    model.params = jax.tree_util.tree_map_with_path(one, whole, model.declared, placed, is_leaf=is_leaf)
-    return model
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Array:
+    """make(about, *arrays), a new array that is born on `sharding`; compiled once for each `about`."""
+    return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
 
 
 class Model:
     """A model on its devices.
 
-    config, layout, mesh, dtype, tokenizer (None if the checkpoint has none) describe it; `logits`, `new_state`, `prefill`
-    and `decode` are the steps that `generate` is made of.
+    config, layout, mesh, dtype, tokenizer (None if the checkpoint has none) describe it; `logits`, `new_state`,
+    `prefill` and `decode` are the steps that `generate` is made of.
     """
 
     def __init__(
@@ -98,8 +52,8 @@ class Model:
         devices: Sequence[jax.Device] | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={dtype!r}: 'float32' or 'bfloat16' was wanted")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: {' or '.join(map(repr, DTYPES))} was wanted")
         guard(config, layout, len(jax.devices() if devices is None else devices))
         self.config, self.layout, self.tokenizer = config, layout, tokenizer
         self.dtype = jnp.dtype(dtype)
@@ -107,16 +61,17 @@ class Model:
         self.graph, self.declared = build(config, layout, self.dtype)
         self.params: Any = None
         self.eos_token_ids: tuple[int, ...] = config.eos_token_ids
-        self.report: Any = None
+        self.report: LoadReport | None = None
+        self.source: Path | None = None  # the folder it was loaded from
 
         placed = cache_shardings(config, layout, self.mesh)
         whole = layout.sharding(self.mesh)
         compiled = partial(Compiled, self)
-        self._logits = compiled(_logits, out=whole)
-        self._extend = compiled(_extend, out=(whole, placed), donate=("cache",))
-        self._choose = compiled(_choose, out=whole)
-        self._draw = compiled(_draw, out=whole, static=("want_logprobs",))
-        self._burst = compiled(_burst, out=(placed, whole), donate=("cache",), static=("want_logprobs",))
+        self._logits = compiled(steps.logits, out=whole)
+        self._extend = compiled(steps.extend, out=(whole, placed), donate=("cache",))
+        self._choose = compiled(steps.choose, out=whole)
+        self._draw = compiled(steps.draw, out=whole, static=("want_logprobs",))
+        self._burst = compiled(steps.burst, out=(placed, whole), donate=("cache",), static=("want_logprobs",))
 
     def abstract(self) -> Any:
         """Shape and dtype of every parameter, in their structure."""
@@ -141,9 +96,11 @@ class Model:
         return State(cache, self.config, self.layout, self.mesh, np.zeros(batch, np.int32))
 
     def prefill(self, tokens: ArrayLike | Sequence, lengths: ArrayLike | Sequence[int] | None, state: State) -> tuple[Float[Array, "B W"], State]:
-        """Append tokens [B, T] (row b's first `lengths[b]`) to the state -> logits after each row's last one, new state.
+        """Append tokens [B, T] (row b's first `lengths[b]`) to the state -> logits after each row's last one, new
+        state.
 
-        The state given is consumed. Raises ValueError if it was consumed before, belongs to another layout, or is too small.
+        The state given is consumed. Raises ValueError if it was consumed before, belongs to another layout, or is too
+        small.
         """
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
@@ -165,8 +122,8 @@ class Model:
         return self.prefill(np.asarray(tokens)[:, None], None, state)
 
     def draw(self, logits: Array, sampling: Sampling, seeds: np.ndarray, drawn: int, *, want_logprobs: bool = False):
-        """A token for each row of logits [B, W] -> tokens, log probabilities, whether the logits were finite, all [B]."""
-        return self._draw(logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
+        """A token for each row of logits [B, W] -> tokens, log probabilities, whether the logits were finite, all
+        [B].""" return self._draw(logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
 
     def choose(self, rows: np.ndarray, yes: Array, no: Array) -> Array:
         """yes[b] where rows[b], else no[b]."""
@@ -184,8 +141,8 @@ class Model:
         steps: int,
         *,
         want_logprobs: bool = False,
-    ) -> tuple[State, "Burst"]:
-        """Up to `steps` decode steps on the device, see `_burst` -> new state, and the Burst as numpy arrays."""
+    ) -> tuple[State, Burst]:
+        """Up to `steps` decode steps on the device, see `steps.burst` -> new state, and the Burst as numpy arrays."""
         before = state.lengths
         cache, burst = self._burst(
             state.take(),
@@ -202,15 +159,38 @@ class Model:
         fed = (burst.tokens != -1).sum(-1)
         return State(cache, self.config, self.layout, self.mesh, before + fed), burst
 
-    def warm_up(self, batch: int, capacity: int, buckets: Sequence[int] = ()) -> None:
+    def warm_up(
+        self, batch: int, capacity: int, buckets: Sequence[int] = (), *, sampling: Sampling = Greedy()  # noqa: B008
+    ) -> None:
         """Compile, ahead of time and without running anything, what `generate` needs for this batch and capacity.
 
-        buckets: padded prompt lengths to compile prefill for; decode is always compiled.
+        capacity: as given to `generate` or `new_state`. buckets: padded lengths of prompt chunks to compile for; 1
+        always is. sampling: one of the kind that will be used; its numbers do not matter.
         """
-        cache = cache_shapes(self.config, self.layout, batch, capacity, self.dtype)
+        for name, value in (("batch", batch), ("capacity", capacity), *(("buckets", b) for b in buckets)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1 is wanted")
+        cache = self.cache_structs(batch, capacity)
+
+        def rows(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch, *shape), dtype)
+
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        stops = jax.ShapeDtypeStruct((-(-max(len(self.eos_token_ids), 1) // 8) * 8,), jnp.int32)
         for length in sorted({1, *buckets}):
-            tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-            self._extend.compile(tokens, jax.ShapeDtypeStruct((batch,), jnp.int32), cache)
+            self._extend.compile(rows(jnp.int32, length), rows(jnp.int32), cache)
+        logits, seeds = rows(jnp.float32, self.config.vocab_size), rows(jnp.uint32)
+        self._draw.compile(logits, sampling, seeds, number, want_logprobs=False)
+        token, live = rows(jnp.int32), rows(jnp.bool_)
+        self._burst.compile(cache, token, live, sampling, seeds, number, stops, number, want_logprobs=False)
+
+    def cache_structs(self, batch: int, capacity: int) -> Cache:
+        """Shapes and placements of a state's arrays, with no array behind them."""
+        return jax.tree.map(
+            lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
+            cache_shapes(self.config, self.layout, batch, capacity, self.dtype),
+            cache_shardings(self.config, self.layout, self.mesh),
+        )
 
     def _per_parameter(self, f: Callable[[Parameter], Any]) -> Any:
         return jax.tree.map(f, self.declared, is_leaf=lambda x: isinstance(x, Parameter))
@@ -250,7 +230,7 @@ class Compiled:
             with jax.default_matmul_precision("highest"):  # of float32 products; those of bfloat16 are exact anyway
                 return step(nnx.merge(model.graph, params), *args, **kwargs)
 
-        self.model = model
+        self.model, self.whole = model, model.layout.sharding(model.mesh)
         self.executables: dict[Any, Any] = {}
         names = list(inspect.signature(step).parameters)  # the first is the module, made from the parameters
         self._jit = jax.jit(
@@ -262,108 +242,21 @@ class Compiled:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """Run on the model's parameters."""
-        whole = self.model.layout.sharding(self.model.mesh)
-        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, whole), args)
+        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, self.whole), args)
         return self.compile(*args, **static)(self.model.params, *args)
 
     def compile(self, *args: Any, **static: Any) -> Any:
         """The executable for arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
         leaves, structure = jax.tree.flatten(args)
-        key = (structure, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
+        key = (structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves), tuple(static.items()))
         if key not in self.executables:
+            args = jax.tree.map(self._placed, args)
             with jax.set_mesh(self.model.mesh):
                 self.executables[key] = self._jit.lower(self.model.params, *args, **static).compile()
         return self.executables[key]
 
-
-def _logits(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache) -> Float[Array, "B T W"]:
-    hidden, _ = model(tokens, Chunk(cache.lengths, counts), cache.layers)
-    return model.head(hidden)
-
-
-def _extend(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache):
-    """Feed tokens -> logits after each row's last real one, cache. A resting row's logits mean nothing."""
-    hidden, layers = model(tokens, Chunk(cache.lengths, counts), cache.layers)
-    last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-    return model.head(last)[:, 0], Cache(layers, cache.lengths + counts)
-
-
-def _choose(
-    model: Any, rows: Bool[Array, " B"], yes: Float[Array, "B W"], no: Float[Array, "B W"]
-) -> Float[Array, "B W"]:
-    del model
-    return jnp.where(rows[:, None], yes, no)
-
-
-def _draw(
-    model: Any,
-    logits: Float[Array, "B W"],
-    sampling: Sampling,
-    seeds: Array,
-    drawn: Int[Array, ""],
-    *,
-    want_logprobs: bool,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
-    """One token a row, its log probability (0 unless wanted) and whether the row's logits were all finite."""
-    del model
-    tokens = sampling(logits, row_keys(seeds, drawn))
-    logprobs = token_logprobs(logits, tokens) if want_logprobs else jnp.zeros(tokens.shape)
-    return tokens, logprobs, jnp.isfinite(logits).all(-1)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Burst:
-    """What a run of the decode loop leaves: `steps` columns of tokens and logprobs [B, BURST] (-1 where a row rested).
-
-    token [B]: drawn last and not fed. live [B]: rows that go on. finite [B]: False where logits were not.
-    """
-
-    tokens: Any
-    logprobs: Any
-    token: Any
-    live: Any
-    finite: Any
-    steps: Any
-
-
-def _burst(
-    model: Any,
-    cache: Cache,
-    token: Int[Array, " B"],
-    live: Bool[Array, " B"],
-    sampling: Sampling,
-    seeds: Array,
-    drawn: Int[Array, ""],
-    stops: Int[Array, " n"],
-    steps: Int[Array, ""],
-    *,
-    want_logprobs: bool,
-) -> tuple[Cache, Burst]:
-    """Up to `steps` times: feed each live row its last token and draw the next; a row that draws one of `stops` rests.
-
-    drawn: tokens drawn so far, which with a row's seed makes its key. Ends early when all rest or logits are not finite.
-    """
-    blank = jnp.full((token.shape[0], BURST), -1, jnp.int32)
-    start = Burst(blank, jnp.zeros(blank.shape), token, live, jnp.ones(live.shape, bool), jnp.int32(0))
-
-    def unfinished(carry: tuple[Cache, Burst]) -> Bool[Array, ""]:
-        _, b = carry
-        return (b.steps < steps) & b.live.any() & b.finite.all()
-
-    def step(carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
-        cache, b = carry
-        logits, cache = _extend(model, b.token[:, None], b.live.astype(jnp.int32), cache)
-        new, logprobs, finite = _draw(model, logits, sampling, seeds, drawn + b.steps, want_logprobs=want_logprobs)
-        new = jnp.where(b.live, new, b.token)
-        out = b.tokens.at[:, b.steps].set(jnp.where(b.live, new, -1))
-        return cache, Burst(
-            out,
-            b.logprobs.at[:, b.steps].set(logprobs),
-            new,
-            b.live & ~(new[:, None] == stops[None, :]).any(-1),
-            finite | ~b.live,
-            b.steps + 1,
-        )
-
-    return jax.lax.while_loop(unfinished, step, (cache, start))
+    def _placed(self, x: Any) -> Any:
+        """An argument with a placement: on every device, unless it has one."""
+        if isinstance(x, jax.Array) or getattr(x, "sharding", None) is not None:
+            return x
+        return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=self.whole)

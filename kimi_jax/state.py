@@ -1,4 +1,5 @@
-"""What sequences leave behind in the layers: `Cache`, which the compiled steps take and give back, and `State`, which a user holds.
+"""What sequences leave behind in the layers: `Cache`, which the compiled steps take and give back, and `State`, which
+a user holds.
 
 An MLA layer keeps one latent row a token, dealt out to stripes; a KDA layer a matrix a head and the last inputs of its
 convolution. Shapes and placements of both come from here, for every caller.
@@ -92,6 +93,12 @@ class State:
         return self._lengths.copy()
 
     @property
+    def dtype(self) -> np.dtype:
+        """Of the cached rows; KDA's matrices are float32 in any case."""
+        layer = self.cache.layers[0]
+        return np.dtype((layer.rows if isinstance(layer, LatentCache) else layer.conv).dtype)
+
+    @property
     def batch(self) -> int:
         """Rows."""
         return len(self._lengths)
@@ -163,8 +170,8 @@ def _capacity(cache: Cache) -> int:
 
 
 def _restripe(rows: jax.Array, old: Layout, new: Layout) -> np.ndarray:
-    """Rows [B, N, S, Z] in the old stripes -> the same positions in the new ones; the capacity rounds up to whole rounds."""
-    host = np.asarray(rows)
+    """Rows [B, N, S, Z] in the old stripes -> the same positions in the new ones; the capacity rounds up to whole
+    rounds.""" host = np.asarray(rows)
     tokens = host.shape[1] * host.shape[2]
     room = stripes.capacity(tokens, new.tokens_per_block, new.cp)
     out = np.zeros((host.shape[0], new.cp, room // new.cp, host.shape[3]), host.dtype)

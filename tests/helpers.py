@@ -21,4 +21,6 @@ def worst(mine: np.ndarray, wanted: np.ndarray) -> float:
 
 def relative_rms(mine: np.ndarray, wanted: np.ndarray) -> float:
     """Root mean square of the error over that of the wanted values."""
-    return float(np.sqrt(np.mean((mine.astype(np.float64) - wanted) ** 2) / np.mean(np.square(wanted, dtype=np.float64))))
+    return float(
+        np.sqrt(np.mean((mine.astype(np.float64) - wanted) ** 2) / np.mean(np.square(wanted, dtype=np.float64)))
+    )

@@ -54,7 +54,9 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def torch():
-    return pytest.importorskip("torch")
+    found = pytest.importorskip("torch")
+    found.set_num_threads(1)  # these matrices are small: on a busy machine more threads mostly wait for each other
+    return found
 
 
 @pytest.fixture(scope="session")

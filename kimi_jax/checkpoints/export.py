@@ -97,9 +97,10 @@ def export_params(
 
 def copy_companions(source: str | Path | None, target: Path) -> None:
     """Copy the tokenizer's and the generation's files, those that are there."""
-    for name in COMPANIONS if source is not None else ():
-        if (file := Path(source) / name).is_file():
-            shutil.copyfile(file, target / name)
+    if source is not None:
+        for file in (Path(source) / name for name in COMPANIONS):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
 
 
 def parse_size(size: str | int) -> int:
@@ -227,6 +228,6 @@ def _fetch(array: jax.Array) -> list[tuple[Box, np.ndarray]]:
 
 
 def _write(stream: BinaryIO, data: bytes | np.ndarray) -> None:
-    left = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8))
+    left = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data)
     while left:
         left = left[stream.write(left) :]

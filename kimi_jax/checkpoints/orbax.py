@@ -76,7 +76,27 @@ def load_params(
     """
     rows = table(config)
     check_tree(abstract, {name: row.shape for name, row in rows.items()})
+    sources = inspect(path, config)
     folder = current(path)
+    assert folder is not None
+    kept = {name: row.kept for name, row in rows.items()} if keep is None else flatten(keep)
+    report = LoadReport(
+        folder=str(folder),
+        files=sum(map(len, sources.values())),
+        tensors=len(sources),
+        padding={
+            name: np.array(said["values"], said["dtype"]) for name, said in _read_manifest(folder)["padding"].items()
+        },
+    )
+    return place(sources, abstract, shardings, kept, report, progress), report
+
+
+def inspect(path: str | Path, config: Config) -> dict[str, list[Source]]:
+    """The files of every parameter, after checking that all are there, whole, and of `config`'s shapes.
+
+    Raises ValueError as `load_params` does.
+    """
+    rows, folder = table(config), current(path)
     if folder is None:
         raise ValueError(f"{path}: no checkpoint that kimi_jax.save wrote is there")
     manifest = _read_manifest(folder)
@@ -89,15 +109,7 @@ def load_params(
     ]
     if problems:
         raise ValueError(f"{folder / MANIFEST} does not fit config.json:\n  " + "\n  ".join(problems[:8]))
-    sources = {name: _sources(folder / "params", name, said) for name, said in manifest["parameters"].items()}
-    kept = {name: row.kept for name, row in rows.items()} if keep is None else flatten(keep)
-    report = LoadReport(
-        folder=str(folder),
-        files=sum(map(len, sources.values())),
-        tensors=len(sources),
-        padding={name: np.array(said["values"], said["dtype"]) for name, said in manifest["padding"].items()},
-    )
-    return place(sources, abstract, shardings, kept, report, progress), report
+    return {name: _sources(folder / "params", name, said) for name, said in manifest["parameters"].items()}
 
 
 def save_params(
@@ -257,12 +269,16 @@ def _sources(folder: Path, name: str, said: Mapping[str, Any]) -> list[Source]:
     if not (folder / ".zarray").is_file():
         raise ValueError(f"{where} is missing")
     array = strict_json.read_object(folder / ".zarray")
-    shape, chunks, dtype = array.get("shape"), array.get("chunks"), ZARR_DTYPES.get(str(array.get("dtype")))
+    shape, chunks, dtype = array.get("shape"), array.get("chunks") or [], ZARR_DTYPES.get(str(array.get("dtype")))
     if any(array.get(key) != value for key, value in ZARR.items()) or dtype is None:
         raise ValueError(f"{where}: its .zarray describes another format than kimi_jax.save writes")
-    if shape != said["shape"] or str(NUMPY[dtype]) != said["dtype"]:
+    if not isinstance(shape, list) or shape != said["shape"] or str(NUMPY[dtype]) != said["dtype"]:
         raise ValueError(f"{where} is {array['dtype']} {shape}; {MANIFEST} says {said['dtype']} {said['shape']}")
-    if len(chunks or ()) != len(shape) or not all(isinstance(chunk, int) and chunk > 0 for chunk in chunks):
+    if (
+        not isinstance(chunks, list)
+        or len(chunks) != len(shape)
+        or not all(isinstance(chunk, int) and chunk > 0 for chunk in chunks)
+    ):
         raise ValueError(f"{where}: chunks {chunks!r} do not go with shape {shape}")
     nbytes, none = math.prod(chunks) * NUMPY[dtype].itemsize, (0,) * len(shape)
     sources = []

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import add
 from typing import Any
 
 import jax
@@ -99,6 +100,21 @@ def regions(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> dict[Box
         bounds = [part.indices(size) for part, size in zip(index or (), shape, strict=True)]
         found.setdefault(Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds)), []).append(device)
     return found
+
+
+def bytes_to_read(sources: Mapping[str, list[Source]], abstract: Tree, shardings: Tree) -> dict[str, int]:
+    """By device: the bytes of files that its shards are made of. Nothing is read."""
+    totals: Counter[str] = Counter()
+    places = flatten(shardings)
+    for path, leaf in flatten(abstract).items():
+        for box, devices in regions(leaf.shape, places[path]).items():
+            nbytes = 0
+            for piece, stored, _ in sources[path]:
+                own = Box(piece.start, tuple(map(add, piece.start, piece.shape)))
+                both = own.meet(box)
+                nbytes += 0 if both is None else both.size * NUMPY[stored.dtype].itemsize
+            totals.update({str(device): nbytes for device in devices})
+    return dict(totals)
 
 
 def _dtype(sources: list[Source], wanted: Any, kept: bool) -> np.dtype:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-WARPS = 8
+WARPS = 4
 COLUMNS = 128  # of the state's value axis, held at a time
 
 
@@ -52,7 +52,8 @@ def mix_heads_step(
     """
     B, _, H, _, K = qkv.shape
     kernel = functools.partial(
-        _mix_head, lower_bound=lower_bound, eps=eps, columns=min(columns, K), width=conv_weight.shape[-1]
+        _mix_head, lower_bound=lower_bound, eps=eps, columns=min(columns, K), width=conv_weight.shape[-1],
+        interpret=interpret,
     )
     return pl.pallas_call(
         kernel,
@@ -70,8 +71,9 @@ def mix_heads_step(
 
 
 def _mix_head(
-    qkv_ref, f_ref, b_ref, gate_ref, conv_weight_ref, a_log_ref, dt_bias_ref, o_norm_ref, conv_ref, state_ref, counts_ref,
-    out_ref, new_conv_ref, new_state_ref, *, lower_bound, eps, columns, width,
+    qkv_ref, f_ref, b_ref, gate_ref, conv_weight_ref, a_log_ref, dt_bias_ref, o_norm_ref, conv_ref, state_ref,
+    counts_ref, out_ref, new_conv_ref, new_state_ref, *, lower_bound, eps, columns, width,
+    interpret,
 ):  # fmt: skip
     h, row = pl.program_id(0), pl.program_id(1)
     K = state_ref.shape[-1]
@@ -80,13 +82,14 @@ def _mix_head(
     live = counts_ref[row] > 0
     dtype = qkv_ref.dtype
 
+    moved = []
+
     def convolved(i):
         token = qkv_ref[row, 0, h, i, :]
         inputs = [conv_ref[row, j, h, i, :] for j in range(width - 1)] + [token]
         taps = [conv_weight_ref[h, i, :, j].astype(jnp.float32) for j in range(width)]
         y = sum(tap * x.astype(dtype).astype(jnp.float32) for tap, x in zip(taps, inputs, strict=True))
-        for j in range(width - 1):
-            new_conv_ref[row, j, h, i, :] = jnp.where(live, inputs[j + 1].astype(conv_ref.dtype), inputs[j])
+        moved.append([jnp.where(live, new.astype(conv_ref.dtype), old) for old, new in zip(inputs, inputs[1:])])
         return (y * jax.nn.sigmoid(y)).astype(dtype).astype(jnp.float32)
 
     q, k = _unit(convolved(0)) * K**-0.5, _unit(convolved(1))
@@ -101,11 +104,19 @@ def _mix_head(
     overlap = jnp.sum(q * k)
     k_read, q_read = (k * decay)[:, None], (q * decay)[:, None]
 
+    parts = [v]
+    if len(tiles) > 1:
+        parts = [_convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dtype) for tile in tiles]
+    if not interpret:  # every thread loads the history whole: all must have it before one overwrites it
+        plgpu.debug_barrier()
+    for i, history in enumerate(moved):
+        for j, inputs in enumerate(history):
+            new_conv_ref[row, j, h, i, :] = inputs
+
     outs = []
     for i, tile in enumerate(tiles):
         following = state_ref[row, h, :, tiles[i + 1]] if i + 1 < len(tiles) else None
-        values = v if columns == K else _convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dtype)
-        update = beta * (values - jnp.sum(k_read * state, axis=0))
+        update = beta * (parts[i] - jnp.sum(k_read * state, axis=0))
         out = jnp.sum(q_read * state, axis=0) + overlap * update
         new_state_ref[row, h, :, tile] = decay[:, None] * state + k[:, None] * update[None, :]
         outs.append(jnp.where(live, out, 0.0).astype(dtype).astype(jnp.float32))

@@ -1,8 +1,8 @@
 """The routed experts for few tokens: bound by the bytes of the experts that were hit, each read once.
 
-The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for up to 64 tokens. No sorting, no gathering: a program takes one
-expert's rows of a weight and multiplies all tokens by them, which costs nothing while memory is what it waits for,
-and stores only the results of the tokens that chose this expert.
+The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for up to 64 tokens. No sorting, no gathering: a
+program takes one expert's rows of a weight and multiplies all tokens by them, which costs nothing while memory is what
+it waits for, and stores only the results of the tokens that chose this expert.
 """
 
 import functools
@@ -42,8 +42,8 @@ def experts_few(
 ) -> Float32[Array, "N D"]:
     """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
 
-    As `ops.experts.experts_grouped`, its roundings included. blocks: rows and columns of a weight held at a time by the first product,
-    then by the second.
+    As `ops.experts.experts_grouped`, its roundings included. blocks: rows and columns of a weight held at a time by
+    the first product, then by the second.
 
     Floor: 6 F D bytes for each expert that a token chose. Source: the same; each expert's weights are streamed as in a
     matrix-vector product, one program a stretch of rows.
@@ -150,8 +150,8 @@ def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, columns, by_
 
         def fold(i, sums):
             return tuple(
-                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
-                for part, s in enumerate(sums)
+                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1],
+                packed, interpret) for part, s in enumerate(sums)
             )
 
         zero = jnp.zeros((rows, padded), jnp.float32)

@@ -129,8 +129,8 @@ def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_
 
         def fold(i, sums):
             return tuple(
-                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
-                for part, s in enumerate(sums)
+                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1],
+                packed, interpret) for part, s in enumerate(sums)
             )
 
         zero = jnp.zeros((rows, block), jnp.float32)

@@ -6,22 +6,19 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+FOLD = True
 GROUP = 16  # bytes, that is 32 weights, that share a scale
 
-# Four bytes at a time: a nibble's sign goes to bit 15 and its magnitude to bits 8..6 of a bfloat16, which then is the
-# E2M1 number times 2^-126 (subnormals included: both formats lose their leading one at exponent 0).
-LOW = (
-    "{ .reg .b32 a, b, s;"
-    " prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
-    " shl.b32 s, a, 12; and.b32 s, s, 0x80008000; shl.b32 a, a, 6; lop3.b32 $0, a, 0x01C001C0, s, 0xEA;"
-    " shl.b32 s, b, 12; and.b32 s, s, 0x80008000; shl.b32 b, b, 6; lop3.b32 $1, b, 0x01C001C0, s, 0xEA; }"
+# A byte widened to 16 bits, two to a register: a nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15 and its
+# magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats
+# lose their leading one at exponent 0).
+SPREAD = "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
+NIBBLES = (
+    "{{ .reg .b32 c; and.b32 c, $1, {mask}; mul.lo.u32 c, c, {factor}; and.b32 c, c, 0x81C081C0;"
+    " mul.rn.bf16x2 $0, c, $2; }}"
 )
-HIGH = (
-    "{ .reg .b32 a, b, s;"
-    " prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
-    " shl.b32 s, a, 8; and.b32 s, s, 0x80008000; shl.b32 a, a, 2; lop3.b32 $0, a, 0x01C001C0, s, 0xEA;"
-    " shl.b32 s, b, 8; and.b32 s, s, 0x80008000; shl.b32 b, b, 2; lop3.b32 $1, b, 0x01C001C0, s, 0xEA; }"
-)
+LOW = NIBBLES.format(mask="0x000F000F", factor="0x1040")
+HIGH = NIBBLES.format(mask="0x00F000F0", factor="0x104")
 
 
 def split(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -37,17 +34,31 @@ def widen(codes, scale, interpret: bool):
     """
     rows, columns = codes.shape
     groups = columns // GROUP
-    exponent = scale.astype(jnp.uint16).astype(jnp.int16) << 7
+    exponent = scale.astype(jnp.uint16).astype(jnp.int16)
+    if FOLD and not interpret:
+        exponent = jnp.minimum(exponent + 126, 254)
+    exponent = exponent << 7
     power = lax.bitcast_convert_type(exponent, jnp.bfloat16)
     power = jnp.broadcast_to(power[:, :, None], (rows, groups, GROUP)).reshape(rows, columns)
     if interpret:
         return _small(codes & 15) * power, _small(codes >> 4) * power
-    else:
-        shape = [jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)]
-        (low,) = plgpu.elementwise_inline_asm(LOW, args=[codes], constraints="=r,=r,r", pack=4, result_shape_dtypes=shape)
-        (high,) = plgpu.elementwise_inline_asm(HIGH, args=[codes], constraints="=r,=r,r", pack=4, result_shape_dtypes=shape)
-    big = jnp.bfloat16(2.0**126)
-    return (low * big) * power, (high * big) * power
+    (spread,) = plgpu.elementwise_inline_asm(
+        SPREAD, args=[codes], constraints="=r,=r,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.uint16)],
+    )  # fmt: skip
+    big = jnp.full(codes.shape, 2.0**126, jnp.bfloat16)
+    if FOLD:
+        big = power
+    low, high = (
+        plgpu.elementwise_inline_asm(
+            asm, args=[spread, big], constraints="=r,r,r", pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
+        )[0]
+        for asm in (LOW, HIGH)
+    )  # fmt: skip
+    if FOLD:
+        return low, high
+    return low * power, high * power
 
 
 def _small(code):

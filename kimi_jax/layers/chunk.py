@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Chunk:
-    """A call feeds tokens [B, T], right-padded: row b holds `starts[b]` tokens already and `counts[b]` of the T are real.
+    """A call feeds tokens [B, T], right-padded: row b holds `starts[b]` tokens already and `counts[b]` of the T are
+    real.
 
     A row with count 0 rests: nothing of its state changes.
     """

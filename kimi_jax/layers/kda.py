@@ -32,7 +32,8 @@ RECURRENT = (BATCH, KDA_HEADS, None, None)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaState:
-    """conv [B, Wc-1, H, 3, K]: the last inputs of the q, k, v convolutions, oldest first; recurrent [B, H, K, V] float32."""
+    """conv [B, Wc-1, H, 3, K]: the last inputs of the q, k, v convolutions, oldest first; recurrent [B, H, K, V]
+    float32."""
 
     conv: Any = field(metadata={"axes": CONV})
     recurrent: Any = field(metadata={"axes": RECURRENT})

@@ -22,7 +22,17 @@ from kimi_jax.ops.linear import collect, project
 from kimi_jax.ops.norm import rms_norm
 from sharding_rules import Layout, stripes
 from sharding_rules.axes import (
-    BATCH, EMBED, HEADS, HEADS_MERGED, KV_LORA, LATENT, LENGTH, Q_LORA, QKV_A, SLOTS, STRIPES,
+    BATCH,
+    EMBED,
+    HEADS,
+    HEADS_MERGED,
+    KV_LORA,
+    LATENT,
+    LENGTH,
+    Q_LORA,
+    QKV_A,
+    SLOTS,
+    STRIPES,
 )  # fmt: skip
 
 ROWS = (BATCH, STRIPES, SLOTS, LATENT)
@@ -31,7 +41,8 @@ ROWS = (BATCH, STRIPES, SLOTS, LATENT)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentCache:
-    """rows [B, N, S, R+P]: position p lies in stripe owner(p), slot(p) (`sharding_rules.stripes`); N stripes of S slots."""
+    """rows [B, N, S, R+P]: position p lies in stripe owner(p), slot(p) (`sharding_rules.stripes`); N stripes of S
+    slots."""
 
     rows: Any = field(metadata={"axes": ROWS})
 

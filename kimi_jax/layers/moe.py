@@ -5,8 +5,6 @@ float32. `LatentMoE` is K3's: its routed experts work in a narrower space, with 
 classes hold their experts as MXFP4 and widen a tile at a time.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -126,7 +124,8 @@ class LatentMoE(MoE):
 
 
 class PackedLatentMoE(LatentMoE):
-    """LatentMoE with routed experts in MXFP4, as K3's checkpoint stores them: pairs of 4-bit values and block scales."""
+    """LatentMoE with routed experts in MXFP4, as K3's checkpoint stores them: pairs of 4-bit values and block
+    scales."""
 
     run_experts = staticmethod(experts_packed)
 

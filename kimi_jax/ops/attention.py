@@ -32,9 +32,10 @@ class Partial(NamedTuple):
 class Keys(NamedTuple):
     """The cache as one rank sees it, and who may look at what.
 
-    rows: latent (kv_lora) and positional part of each slot of one stripe. The stripe's axis of size 1 stays: dropping it
-    inside the decode loop makes XLA copy the whole cache (measured). position_of: global position of a slot. query_positions: a
-    query sees the keys at or before its own position. slots: how many leading slots any query may need.
+    rows: latent (kv_lora) and positional part of each slot of one stripe. The stripe's axis of size 1 stays: dropping
+    it inside the decode loop makes XLA copy the whole cache (measured). position_of: global position of a slot.
+    query_positions: a query sees the keys at or before its own position. slots: how many leading slots any query may
+    need.
     """
 
     rows: Float[Array, "B 1 S Z"]

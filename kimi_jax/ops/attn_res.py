@@ -1,4 +1,5 @@
-"""Attention Residuals, Kimi K3's mix of earlier sums of the residual stream. Knows nothing of layers or blocks' sizes."""
+"""Attention Residuals, Kimi K3's mix of earlier sums of the residual stream. Knows nothing of layers or blocks'
+sizes."""
 
 from collections.abc import Sequence
 

@@ -87,11 +87,13 @@ def helix_attention(
     ranks: int,
     block: int,
 ) -> tuple[Float[Array, "B T Hc V"], Float[Array, "B 1 S Z"]]:
-    """Causal latent attention of T new tokens over cache and themselves -> (this rank's head chunk, its updated stripe).
+    """Causal latent attention of T new tokens over cache and themselves -> (this rank's head chunk, its updated
+    stripe).
 
-    rows: the new tokens' latent and positional part; every rank has all of them and keeps the ones it owns. starts: tokens
-    which each row of the batch holds already; counts: how many of the T are real. Every rank computes every query.
-    One token is attended in the absorbed form, several in the expanded one: the exchange is then of the value width.
+    rows: the new tokens' latent and positional part; every rank has all of them and keeps the ones it owns. starts:
+    tokens which each row of the batch holds already; counts: how many of the T are real. Every rank computes every
+    query. One token is attended in the absorbed form, several in the expanded one: the exchange is then of the value
+    width.
     """
     T, heads, latent = q_nope.shape[1], q_nope.shape[2], k_b.shape[-1]
     scale = (q_nope.shape[-1] + q_pe.shape[-1]) ** -0.5

@@ -23,7 +23,8 @@ def dequantise(
     252 (float16 does not have the range). Outside: under 0 and 1 what is not a normal float32 may be flushed to zero,
     under 253 and 254 what exceeds float32 becomes infinite, and 255, the format's NaN, gives NaN.
 
-    Source: OCP Microscaling Formats 1.0, sections 5.3.3 (E2M1), 5.4.1 (E8M0); compressed-tensors `mxfp4-pack-quantized`.
+    Source: OCP Microscaling Formats 1.0, sections 5.3.3 (E2M1), 5.4.1 (E8M0); compressed-tensors
+    `mxfp4-pack-quantized`.
     """
     values = E2M1 + tuple(-value for value in E2M1)  # by code
     pairs = jnp.array([(values[byte & 15], values[byte >> 4]) for byte in range(256)], jnp.float32)

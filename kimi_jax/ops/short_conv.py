@@ -21,8 +21,8 @@ def short_conv(
     of a sequence). Sum and SiLU are float32, rounded once to the dtype of x. *C are any channel axes.
 
     counts[b] in 0..T is the number of real tokens of row b. The new history is the last Wc - 1 real inputs (not
-    outputs) of that row, so a row without tokens keeps the one it had. Padded tokens are selected away, never
-    multiplied by zero: NaN there reaches nothing. Their outputs are zero.
+    outputs) of that row, so a row without tokens keeps the one it had. Padding follows the real tokens, so it reaches
+    none of them, and its own outputs are selected to be zero: NaN in it is harmless.
 
     Source: Kimi Linear (arXiv 2510.26692), section 4; flash-linear-attention `fla/modules/convolution.py`.
     """
@@ -30,7 +30,7 @@ def short_conv(
     channel_axes = tuple(range(2, x.ndim))
     real = jnp.expand_dims(jnp.arange(tokens)[None, :] < counts[:, None], channel_axes)
 
-    inputs = jnp.concatenate([history.astype(x.dtype), jnp.where(real, x, 0)], axis=1)
+    inputs = jnp.concatenate([history.astype(x.dtype), x], axis=1)
     taps = jnp.expand_dims(weight.astype(jnp.float32), (0, 1))
     y = sum(taps[..., i] * inputs[:, i : i + tokens].astype(jnp.float32) for i in range(width))
     y = jnp.where(real, jax.nn.silu(y), 0).astype(x.dtype)

@@ -1,0 +1,97 @@
+"""A `State` on disk: its arrays by orbax, and beside them what they are, so that any layout can continue them.
+
+Must not know how a state is used; `State.to` deals the positions out again.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kimi_jax import strict_json
+from kimi_jax.config import Config
+from kimi_jax.state import Cache, State, cache_shapes
+from sharding_rules import Layout
+
+ABOUT = "state.json"
+
+
+def save_state(state: State, path: str | os.PathLike[str]) -> None:
+    """Write a state into the new folder `path`; it appears whole, by one rename.
+
+    Raises ValueError if `path` exists.
+    """
+    import orbax.checkpoint as ocp  # takes a second; only states and saves need it
+
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"path={str(path)!r} exists already; a state is saved into a new folder")
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    unfinished.mkdir(parents=True)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(os.path.abspath(unfinished / "arrays"), _tree(state.cache))
+        about = {
+            "config": state.config.to_hf(),
+            "layout": dataclasses.asdict(state.layout),
+            "dtype": str(state.dtype),
+            "capacity": state.capacity,
+            "lengths": state.lengths.tolist(),
+            "pending": None if state.pending is None else state.pending.tolist(),
+        }
+        (unfinished / ABOUT).write_text(json.dumps(about))
+        unfinished.rename(path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def load_state(model: Any, path: str | os.PathLike[str]) -> State:
+    """Read a state that `save_state` wrote onto the layout of a `Model`, whichever one it was saved from.
+
+    Raises ValueError if the folder holds none, or one of another model or dtype.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path)
+    if not (path / ABOUT).is_file():
+        raise ValueError(f"path={str(path)!r} holds no state that kimi_jax.save_state wrote")
+    about = strict_json.read_object(path / ABOUT)
+    if Config.from_hf(about["config"]) != model.config:
+        raise ValueError(f"the state in {path} belongs to a model of another configuration")
+    if about["dtype"] != str(model.dtype):
+        raise ValueError(
+            f"the state in {path} is {about['dtype']}, the model {model.dtype}; load the model in that dtype"
+        )
+    layout = _layout(about["layout"])
+    lengths = np.array(about["lengths"], np.int32)
+    shapes = cache_shapes(model.config, layout, len(lengths), about["capacity"], model.dtype)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), _tree(shapes))
+        arrays = checkpointer.restore(os.path.abspath(path / "arrays"), item=_tree(shapes), restore_args=as_numpy)
+    cache = jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in _tree(shapes)])
+    for name, found in arrays.items():
+        if found.shape != (wanted := _tree(shapes)[name]).shape or found.dtype != wanted.dtype:
+            raise ValueError(
+                f"{path}: array {name} is {found.dtype} {found.shape}; {ABOUT} says {wanted.dtype} {wanted.shape}"
+            )
+    pending = None if about["pending"] is None else np.array(about["pending"], np.int32)
+    saved = State(cache, model.config, layout, model.mesh, lengths, pending)
+    return saved.to(model.layout, list(model.mesh.devices.flat))
+
+
+def _tree(cache: Cache) -> dict[str, Any]:
+    """The arrays by name, "layers.3.rows", in the order of the leaves."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _layout(said: dict[str, Any]) -> Layout:
+    rules = tuple((name, tuple(mesh_axes)) for name, mesh_axes in said["rules"])
+    return Layout(**{**said, "rules": rules})

@@ -1,0 +1,165 @@
+"""Models made: loaded from a checkpoint or drawn at random, born sharded; and written back.
+
+Nothing is allocated before the configuration, the layout and the room on the devices have been checked.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+from kimi_jax.checkpoints import folders, orbax
+from kimi_jax.checkpoints.export import export_params
+from kimi_jax.config import ASSETS, Config
+from kimi_jax.initialise import draw, key_of
+from kimi_jax.model import Parameter, build, sizes
+from kimi_jax.ops.mxfp4 import dequantise
+from kimi_jax.runtime import DTYPES, Model, born
+from kimi_jax.tokenizer import load_tokenizer
+from sharding_rules import SINGLE, Layout, valid_meshes
+
+SHIPPED = ASSETS / "kimi-linear-tiny"
+
+
+def load(
+    path: str | PathLike[str] | None = None,
+    *,
+    layout: Layout | None = None,
+    dtype: str | None = None,
+    experts: str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    progress: bool = True,
+) -> Model:
+    """Load a checkpoint folder, of Hugging Face safetensors or of `save`, onto a layout.
+
+    path: None is the small trained checkpoint that ships in the package. layout: None is one device. dtype: of weights
+    and activations, None as the checkpoint says. experts: "bfloat16" or "float32" widens packed experts, which else stay
+    packed. devices: default JAX's first tp * cp. Each device reads only what it holds; `model.report` says how it went.
+
+    Raises ValueError naming what is wrong: the configuration, the folder's tensors, a size that the layout does not
+    divide, too few devices, weights that do not fit.
+    """
+    source = folders.locate(SHIPPED if path is None else path)
+    config = Config.from_hf(source)
+    if experts is not None and not config.packed_experts:
+        raise ValueError(
+            f"experts={experts!r} widens packed experts, but those of {source} are not packed; leave it out"
+        )
+    if experts not in (None, *DTYPES):
+        raise ValueError(f"experts={experts!r}: {' or '.join(map(repr, DTYPES))} was wanted")
+    model = Model(config, layout or SINGLE, dtype or config.dtype, devices, load_tokenizer(source))
+    check_room(model)
+    model.source = source
+    model.params, model.report = folders.load_params(
+        source, config, model.abstract(), model.shardings(), progress=progress
+    )
+    return model if experts is None else _with_wide_experts(model, jnp.dtype(experts))
+
+
+def save(model: Model, path: str | PathLike[str], *, progress: bool = True, wait: bool = True) -> orbax.Saving:
+    """Save the parameters with orbax, layout-free: `load` puts them onto any other layout.
+
+    A save is whole or not there: killed at any moment it leaves the one before. wait: False returns while files are
+    being written; call `.wait()` on the result before the parameters or the program go.
+    """
+    padding = None if model.report is None else model.report.padding
+    return orbax.save_params(
+        path, model.config, model.params, padding=padding, source=model.source, progress=progress, wait=wait
+    )
+
+
+def export_safetensors(
+    model: Model, path: str | PathLike[str], *, shard_size: str | int = "5GB", progress: bool = True
+) -> list[Path]:
+    """Write the parameters as the hub has them, names, dtypes and tokenizer files included -> the weight files.
+
+    Raises ValueError if the folder exists and is not empty.
+    """
+    padding = None if model.report is None else model.report.padding
+    return export_params(
+        path, model.config, model.params, padding=padding, source=model.source, shard_size=shard_size, progress=progress
+    )
+
+
+def random_model(
+    config: Config,
+    *,
+    layout: Layout | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    devices: Sequence[jax.Device] | None = None,
+) -> Model:
+    """A model of random weights, born sharded; `seed` gives the same values under every layout."""
+    model = Model(config, layout or SINGLE, dtype or config.dtype, devices)
+    check_room(model)
+    unpadded = build(config, dataclasses.replace(model.layout, pad_heads=False), model.dtype)[1]
+
+    def one(path: tuple, parameter: Parameter, held: Parameter, sharding: Sharding) -> Array:
+        return born(_draw_padded, (parameter, held.shape), sharding, key_of(tuple(k.key for k in path), seed))
+
+    model.params = jax.tree_util.tree_map_with_path(
+        one, unpadded, model.declared, model.shardings(), is_leaf=lambda x: isinstance(x, Parameter)
+    )
+    return model
+
+
+def _draw_padded(about: tuple[Parameter, tuple[int, ...]], key: Array) -> Array:
+    parameter, shape = about
+    value = draw(parameter, key)
+    return jnp.pad(value, [(0, to - have) for to, have in zip(shape, value.shape, strict=True)])
+
+
+def _with_wide_experts(model: Model, dtype: np.dtype) -> Model:
+    """The same model with its packed experts widened, a layer at a time, each shard where it lies."""
+    wide = Model(
+        dataclasses.replace(model.config, packed_experts=False),
+        model.layout,
+        str(model.dtype),
+        list(model.mesh.devices.flat),
+        model.tokenizer,
+    )
+    wide.source, wide.report, wide.params = model.source, model.report, model.params
+    placed = wide.shardings()
+    for index, layer in wide.params["layers"].items():
+        for name in [name.removesuffix("_packed") for name in layer["ffn"] if name.endswith("_packed")]:
+            packed, scale = layer["ffn"].pop(f"{name}_packed"), layer["ffn"].pop(f"{name}_scale")
+            layer["ffn"][name] = born(_widen, dtype, placed["layers"][index]["ffn"][name], packed, scale)
+    return wide
+
+
+def _widen(dtype: np.dtype, packed: Array, scale: Array) -> Array:
+    return dequantise(packed, scale, dtype)
+
+
+def check_room(model: Model, limit: int | None = None) -> None:
+    """Raise ValueError, before anything is allocated, if the weights cannot fit a device, naming the layouts on which
+    they would.
+
+    limit: bytes a device has; default what the devices say (host devices say nothing, and are not checked).
+    """
+    stats = [device.memory_stats() or {} for device in model.mesh.devices.flat]
+    limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s] if limit is None else [limit]
+    need = weight_bytes(model.declared, model.layout)
+    if not limits or need <= min(limits):
+        return
+    meshes = valid_meshes(model.layout, sizes(model.config, model.layout), 64)
+    room = [(tp, cp) for tp, cp in meshes if weight_bytes(model.declared, model.layout.resized(tp, cp)) <= min(limits)]
+    ranks = sorted({tp * cp for tp, cp in room})
+    raise ValueError(
+        f"the weights need {need / 2**30:.2f} GiB on each of {model.layout.ranks} devices, which have "
+        f"{min(limits) / 2**30:.2f} GiB; they would fit tp * cp in {{{', '.join(map(str, ranks))}}} (up to 64 ranks)"
+    )
+
+
+def weight_bytes(declared: Any, layout: Layout) -> int:
+    """Bytes of parameters that one device holds."""
+    leaves = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, Parameter))
+    return sum(math.prod(layout.shard_shape(p.shape, *p.axes)) * p.dtype.itemsize for p in leaves)

@@ -1,0 +1,110 @@
+"""The steps that the runtime compiles: pure functions of the decoder and arrays. They know neither jit nor users."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.layers.chunk import Chunk
+from kimi_jax.sampling import Sampling, row_keys, token_logprobs
+from kimi_jax.state import Cache
+
+BURST = 64  # tokens a row that one run of the decode loop can draw
+
+
+def logits(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache) -> Float[Array, "B T W"]:
+    """Logits after each fed token."""
+    hidden, _ = model(tokens, Chunk(cache.lengths, counts), cache.layers)
+    return model.head(hidden)
+
+
+def extend(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache):
+    """Feed tokens -> logits after each row's last real one, cache. A resting row's logits mean nothing."""
+    hidden, layers = model(tokens, Chunk(cache.lengths, counts), cache.layers)
+    last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return model.head(last)[:, 0], Cache(layers, cache.lengths + counts)
+
+
+def choose(
+    model: Any, rows: Bool[Array, " B"], yes: Float[Array, "B W"], no: Float[Array, "B W"]
+) -> Float[Array, "B W"]:
+    """yes[b] where rows[b], else no[b]."""
+    del model
+    return jnp.where(rows[:, None], yes, no)
+
+
+def draw(
+    model: Any,
+    logits: Float[Array, "B W"],
+    sampling: Sampling,
+    seeds: Array,
+    drawn: Int[Array, ""],
+    *,
+    want_logprobs: bool,
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
+    """One token a row, its log probability (0 unless wanted) and whether the row's logits were all finite."""
+    del model
+    tokens = sampling(logits, row_keys(seeds, drawn))
+    logprobs = token_logprobs(logits, tokens) if want_logprobs else jnp.zeros(tokens.shape)
+    return tokens, logprobs, jnp.isfinite(logits).all(-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Burst:
+    """What a run of the decode loop leaves: `steps` columns of tokens and logprobs [B, BURST] (-1 where a row rested).
+
+    token [B]: drawn last and not fed. live [B]: rows that go on. finite [B]: False where logits were not.
+    """
+
+    tokens: Any
+    logprobs: Any
+    token: Any
+    live: Any
+    finite: Any
+    steps: Any
+
+
+def burst(
+    model: Any,
+    cache: Cache,
+    token: Int[Array, " B"],
+    live: Bool[Array, " B"],
+    sampling: Sampling,
+    seeds: Array,
+    drawn: Int[Array, ""],
+    stops: Int[Array, " n"],
+    steps: Int[Array, ""],
+    *,
+    want_logprobs: bool,
+) -> tuple[Cache, Burst]:
+    """Up to `steps` times: feed each live row its last token and draw the next; a row that draws one of `stops` rests.
+
+    drawn: tokens drawn so far, which with a row's seed makes its key. Ends early when all rest or logits are not
+    finite.
+    """
+    blank = jnp.full((token.shape[0], BURST), -1, jnp.int32)
+    start = Burst(blank, jnp.zeros(blank.shape), token, live, jnp.ones(live.shape, bool), jnp.int32(0))
+
+    def unfinished(carry: tuple[Cache, Burst]) -> Bool[Array, ""]:
+        _, b = carry
+        return (b.steps < steps) & b.live.any() & b.finite.all()
+
+    def step(carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
+        cache, b = carry
+        logits, cache = extend(model, b.token[:, None], b.live.astype(jnp.int32), cache)
+        new, logprobs, finite = draw(model, logits, sampling, seeds, drawn + b.steps, want_logprobs=want_logprobs)
+        new = jnp.where(b.live, new, b.token)
+        out = b.tokens.at[:, b.steps].set(jnp.where(b.live, new, -1))
+        return cache, Burst(
+            out,
+            b.logprobs.at[:, b.steps].set(logprobs),
+            new,
+            b.live & ~(new[:, None] == stops[None, :]).any(-1),
+            finite | ~b.live,
+            b.steps + 1,
+        )
+
+    return jax.lax.while_loop(unfinished, step, (cache, start))
