@@ -77,9 +77,7 @@ class Transformer(nnx.Module):
             new_caches.append(cache)
         return self.finish(stream), tuple(new_caches)
 
-    def walk(
-        self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]
-    ) -> Iterator[tuple[Stream, LayerCache]]:
+    def walk(self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]) -> Iterator[tuple[Stream, LayerCache]]:
         """Layer after layer: the residual stream behind it and its new cache."""
         for index, (block, cache) in enumerate(zip(self.layers, caches, strict=True)):
             with jax.named_scope(f"layer_{index}"):
@@ -107,7 +105,9 @@ class Transformer(nnx.Module):
 
     def head(self, h: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Logits in float32, whole on every rank: the product is pinned to its shards so that it, not W, is
-        gathered.""" with jax.named_scope("head"):
+        gathered.
+        """
+        with jax.named_scope("head"):
             logits = project(h, self.lm_head[...], jnp.float32)
             logits = self.layout.constrain(logits, BATCH, LENGTH, VOCAB)
             return self.layout.constrain(logits, BATCH, LENGTH, None)
@@ -117,11 +117,12 @@ class AttnResTransformer(Transformer):
     """A decoder with Attention Residuals (Kimi K3): sub-layers read a mix of earlier sums, every few layers a new sum
     begins.
 
-        x = mix(stored, h);  at a boundary: stored <- stored + [h], h <- attention(RMS(x)), else h <- h + attention(RMS(x))
+        x = mix(stored, h)
+        at a boundary: stored <- stored + [h], h <- attention(RMS(x));  else h <- h + attention(RMS(x))
         h <- h + ffn(RMS(mix(stored, h)));      logits = W_head RMS(mix(stored, h)) at the end
 
-    The boundaries are layers 0, b, 2b, ... (b = attn_res_block_size). The mix feeds sub-layers only, the sum stays unmixed,
-    and at a boundary the mix comes before the store. Mixing is per token, so nothing of it is cached.
+    The boundaries are layers 0, b, 2b, ... (b = attn_res_block_size). The mix feeds sub-layers only, the sum stays
+    unmixed, and at a boundary the mix comes before the store. Mixing is per token, so nothing of it is cached.
 
     Source: Attention Residuals (Kimi Team, 2026); Kimi K3 technical report.
     """
@@ -177,7 +178,9 @@ def build(config: Config, layout: Layout, dtype: DTypeLike) -> tuple[nnx.GraphDe
 
 def guard(config: Config, layout: Layout, devices: int | None = None) -> None:
     """Raise ValueError unless the layout can hold this model: the guards of `sharding_rules.checks`, before any
-    array.""" _check_implemented(config)
+    array.
+    """
+    _check_implemented(config)
     if config.q_lora_rank is None and layout.shards(axes.QKV_A) > 1:
         raise ValueError(
             "shard_qkv_a=True: this model has no q-LoRA, so there is no merged q_a|kv_a projection to shard; use "

@@ -29,6 +29,7 @@ from kimi_jax.tokenizer import Tokenizer
 from sharding_rules import Layout
 
 DTYPES = ("float32", "bfloat16")
+Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lists
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -81,7 +82,7 @@ class Model:
         """Where every parameter lives, in their structure."""
         return self._per_parameter(lambda p: self.layout.sharding(self.mesh, *p.axes))
 
-    def logits(self, tokens: ArrayLike | Sequence, lengths: ArrayLike | Sequence[int] | None = None) -> Float[Array, "B T W"]:
+    def logits(self, tokens: Rows, lengths: Rows | None = None) -> Float[Array, "B T W"]:
         """Logits [B, T, W] in float32 after each token of whole sequences; rows may be right-padded to `lengths`."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
@@ -95,7 +96,7 @@ class Model:
         cache = self._empty_cache(batch, capacity)
         return State(cache, self.config, self.layout, self.mesh, np.zeros(batch, np.int32))
 
-    def prefill(self, tokens: ArrayLike | Sequence, lengths: ArrayLike | Sequence[int] | None, state: State) -> tuple[Float[Array, "B W"], State]:
+    def prefill(self, tokens: Rows, lengths: Rows | None, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append tokens [B, T] (row b's first `lengths[b]`) to the state -> logits after each row's last one, new
         state.
 
@@ -111,19 +112,21 @@ class Model:
         after = state.lengths + np.asarray(counts)
         if after.max() > state.capacity:
             raise ValueError(
-                f"capacity={state.capacity} is too small: row {int(after.argmax())} would hold {after.max()} tokens; make "
-                f"the state with new_state(batch, capacity={after.max()}) or more"
+                f"capacity={state.capacity} is too small: row {int(after.argmax())} would hold {after.max()} tokens; "
+                f"make the state with new_state(batch, capacity={after.max()}) or more"
             )
         logits, cache = self._extend(tokens, counts, state.take())
         return logits, State(cache, self.config, self.layout, self.mesh, after)
 
-    def decode(self, tokens: ArrayLike | Sequence, state: State) -> tuple[Float[Array, "B W"], State]:
+    def decode(self, tokens: Rows, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append one token a row, tokens [B] -> logits [B, W] after it, new state. The state given is consumed."""
         return self.prefill(np.asarray(tokens)[:, None], None, state)
 
     def draw(self, logits: Array, sampling: Sampling, seeds: np.ndarray, drawn: int, *, want_logprobs: bool = False):
         """A token for each row of logits [B, W] -> tokens, log probabilities, whether the logits were finite, all
-        [B].""" return self._draw(logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
+        [B].
+        """
+        return self._draw(logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
 
     def choose(self, rows: np.ndarray, yes: Array, no: Array) -> Array:
         """yes[b] where rows[b], else no[b]."""
@@ -160,7 +163,12 @@ class Model:
         return State(cache, self.config, self.layout, self.mesh, before + fed), burst
 
     def warm_up(
-        self, batch: int, capacity: int, buckets: Sequence[int] = (), *, sampling: Sampling = Greedy()  # noqa: B008
+        self,
+        batch: int,
+        capacity: int,
+        buckets: Sequence[int] = (),
+        *,
+        sampling: Sampling = Greedy(),  # noqa: B008
     ) -> None:
         """Compile, ahead of time and without running anything, what `generate` needs for this batch and capacity.
 
@@ -198,7 +206,7 @@ class Model:
     def _empty_cache(self, batch: int, capacity: int) -> Cache:
         return new_cache(self.config, self.layout, self.mesh, batch, capacity, self.dtype)
 
-    def _tokens(self, tokens: ArrayLike | Sequence) -> np.ndarray:
+    def _tokens(self, tokens: Rows) -> np.ndarray:
         array = np.asarray(tokens)
         if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
             raise ValueError(
@@ -206,11 +214,12 @@ class Model:
             )
         if array.min() < 0 or array.max() >= self.config.vocab_size:
             raise ValueError(
-                f"tokens holds ids from {array.min()} to {array.max()}; the vocabulary has 0 to {self.config.vocab_size - 1}"
+                f"tokens holds ids from {array.min()} to {array.max()}; "
+                f"the vocabulary has 0 to {self.config.vocab_size - 1}"
             )
         return array.astype(np.int32)
 
-    def _counts(self, tokens: np.ndarray, lengths: ArrayLike | Sequence[int] | None) -> np.ndarray:
+    def _counts(self, tokens: np.ndarray, lengths: Rows | None) -> np.ndarray:
         batch, length = tokens.shape
         counts = np.full(batch, length, np.int32) if lengths is None else np.asarray(lengths, np.int32)
         if counts.shape != (batch,) or counts.min() < 0 or counts.max() > length:

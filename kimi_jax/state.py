@@ -171,7 +171,9 @@ def _capacity(cache: Cache) -> int:
 
 def _restripe(rows: jax.Array, old: Layout, new: Layout) -> np.ndarray:
     """Rows [B, N, S, Z] in the old stripes -> the same positions in the new ones; the capacity rounds up to whole
-    rounds.""" host = np.asarray(rows)
+    rounds.
+    """
+    host = np.asarray(rows)
     tokens = host.shape[1] * host.shape[2]
     room = stripes.capacity(tokens, new.tokens_per_block, new.cp)
     out = np.zeros((host.shape[0], new.cp, room // new.cp, host.shape[3]), host.dtype)

@@ -26,6 +26,7 @@ def experts_many(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
+    split: int = 4,
     blocks: tuple[int, int, int, int] = (128, 64, 128, 64),
     stages: int = 3,
     warps: int = 8,
@@ -38,7 +39,7 @@ def experts_many(
     Floor: 6 F D bytes for each expert hit, or 6 F D operations for each pair of token and expert. Source: the same.
     """
     E, _, F, D = gate_up.shape
-    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, block, blocks, stages, warps, interpret)
+    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, block, split, blocks, stages, warps, interpret)
 
 
 def experts_many_packed(
@@ -53,6 +54,7 @@ def experts_many_packed(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
+    split: int = 4,
     blocks: tuple[int, int, int, int] = (64, 64, 64, 64),
     stages: int = 3,
     warps: int = 4,
@@ -61,17 +63,18 @@ def experts_many_packed(
     """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
     E, _, F, half = gate_up_packed.shape
     packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
-    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, blocks, stages, warps, interpret)
+    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret)
 
 
-def _run(x, chosen, weights, first, gate_up, down, sizes, activation, block, blocks, stages, warps, interpret):
-    (N, k), (E, F, D) = chosen.shape, sizes
+def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, split, blocks, stages, warps, interpret):
+    (N, k), (E, F, D) = chosen.shape, shape
     pairs, packed = N * k, len(gate_up) == 2
     block = block or max(16, min(128, pl.next_power_of_2(pairs // E)))
     order, table = _plan(chosen.reshape(-1) - first, E, block)
     count = table.shape[1]
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    common = dict(block=block, packed=packed, interpret=interpret)
+    sizes = tuple(s for s in (16, 32, 64, 128, 256) if max(16, block // split) <= s <= block)
+    common = dict(sizes=sizes, packed=packed, interpret=interpret)
     hidden = pl.pallas_call(
         functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], top_k=k, **common),
         out_shape=jax.ShapeDtypeStruct((pairs + block, F), x.dtype),
@@ -110,30 +113,29 @@ def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int3
     return jnp.pad(order, (0, block)), jnp.stack([e, row, rows])
 
 
-def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_k, block, packed, interpret):
+def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_k, sizes, packed, interpret):
     *weight_refs, hidden_ref = refs
     b = pl.program_id(1)
     e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
     row = pl.program_id(0) * rows
-    within = jnp.arange(block, dtype=jnp.int32)
 
-    @pl.when(count > 0)
-    def _():
-        token = order_ref[pl.ds(first_row, block)] // top_k
+    def run(size):
+        within = jnp.arange(size, dtype=jnp.int32)
+        token = order_ref[pl.ds(first_row, size)] // top_k
 
-        def load_x(at, size):
-            shape = (block, size)
-            column = at + jnp.arange(size, dtype=jnp.int32)
+        def load_x(at, width):
+            shape = (size, width)
+            column = at + jnp.arange(width, dtype=jnp.int32)
             place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], column[None, :]))
             return plgpu.load(x_ref.at[place], mask=jnp.broadcast_to((within < count)[:, None], shape), other=0.0)
 
         def fold(i, sums):
             return tuple(
-                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1],
-                packed, interpret) for part, s in enumerate(sums)
+                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
+                for part, s in enumerate(sums)
             )
 
-        zero = jnp.zeros((rows, block), jnp.float32)
+        zero = jnp.zeros((rows, size), jnp.float32)
         gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
         dtype = hidden_ref.dtype
         at = row + jnp.arange(rows, dtype=jnp.int32)
@@ -141,27 +143,37 @@ def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_
             at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
         _store(hidden_ref, activation(gate.astype(dtype), up.astype(dtype)), first_row + within, at, within < count)
 
+    _in_smallest(sizes, count, run)
 
-def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, block, packed, interpret):
+
+def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, sizes, packed, interpret):
     *weight_refs, out_ref = refs
     b = pl.program_id(1)
     e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
     row = pl.program_id(0) * rows
-    within = jnp.arange(block, dtype=jnp.int32)
 
-    @pl.when(count > 0)
-    def _():
-        def load_hidden(at, size):
-            some = hidden_ref.at[pl.ds(first_row, block), pl.ds(at, size)]
+    def run(size):
+        within = jnp.arange(size, dtype=jnp.int32)
+
+        def load_hidden(at, width):
+            some = hidden_ref.at[pl.ds(first_row, size), pl.ds(at, width)]
             return plgpu.load(some, mask=(within < count)[:, None], other=0.0)
 
         def fold(i, s):
             return _accumulate(s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret)
 
-        zero = jnp.zeros((rows, block), jnp.float32)
+        zero = jnp.zeros((rows, size), jnp.float32)
         out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
-        pair = order_ref[pl.ds(first_row, block)]
+        pair = order_ref[pl.ds(first_row, size)]
         _store(out_ref, out.astype(out_ref.dtype), pair, row + jnp.arange(rows, dtype=jnp.int32), within < count)
+
+    _in_smallest(sizes, count, run)
+
+
+def _in_smallest(sizes, count, run):
+    """run(size) with the smallest of the ascending sizes that holds `count` rows; nothing if there are none."""
+    for below, size in zip((0, *sizes), sizes):
+        pl.when((count > below) & (count <= size))(functools.partial(run, size))
 
 
 def _store(ref, value, at_rows, at_columns, live):

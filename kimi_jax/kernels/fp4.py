@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-FOLD = True
+FOLD = False
 GROUP = 16  # bytes, that is 32 weights, that share a scale
 
 # A byte widened to 16 bits, two to a register: a nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15 and its
@@ -44,7 +44,7 @@ def widen(codes, scale, interpret: bool):
         return _small(codes & 15) * power, _small(codes >> 4) * power
     (spread,) = plgpu.elementwise_inline_asm(
         SPREAD, args=[codes], constraints="=r,=r,r", pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.uint16)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int16)],
     )  # fmt: skip
     big = jnp.full(codes.shape, 2.0**126, jnp.bfloat16)
     if FOLD:

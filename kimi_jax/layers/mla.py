@@ -72,7 +72,7 @@ class MLA(nnx.Module):
     """
 
     def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
-        H, R, P, V = attention_heads(config, layout), config.kv_lora_rank, config.qk_rope_head_dim, config.v_head_dim
+        H, R, V = attention_heads(config, layout), config.kv_lora_rank, config.v_head_dim
         K, D = config.qk_nope_head_dim, config.hidden_size
         self.config, self.layout = config, layout
         self._declare_down(config, dtype)

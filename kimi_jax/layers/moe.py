@@ -119,6 +119,7 @@ class LatentMoE(MoE):
         )
         with jax.named_scope("latent_up"):
             routed = rms_norm(both[:, :Z].astype(x.dtype), self.latent_norm[...], self.config.rms_norm_eps)
+            routed = layout.constrain(routed, None, None)  # else a split W_up would split the norm and its input too
             y = project(routed, self.latent_up[...], jnp.float32) + both[:, Z:]
         return layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
 

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.linear import project
-from kimi_jax.ops.linear import project
 
 Activation = Callable[[Array, Array], Array]
 ROWS = 32

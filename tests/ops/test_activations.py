@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.activations import situ, swiglu
 
+from kimi_jax.ops.activations import situ, swiglu
 from tests.reference import oracle
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops import attn_res as op
 
+from kimi_jax.ops import attn_res as op
 from tests.reference import oracle
 
 attn_res = jax.jit(op.attn_res, static_argnames="eps")

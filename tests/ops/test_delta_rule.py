@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.delta_rule import delta_chunked, delta_scan, delta_step, lower_bound_gate, softplus_gate
 
+from kimi_jax.ops.delta_rule import delta_chunked, delta_scan, delta_step, lower_bound_gate, softplus_gate
 from tests.reference import oracle
 
 B, T, H, K, V = 2, 150, 3, 20, 12  # 150 tokens: two whole chunks and a broken one

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.activations import situ, swiglu
-from kimi_jax.ops import mxfp4
-from kimi_jax.ops.experts import experts_dense, experts_grouped, experts_packed
 
+from kimi_jax.ops import mxfp4
+from kimi_jax.ops.activations import situ, swiglu
+from kimi_jax.ops.experts import experts_dense, experts_grouped, experts_packed
 from tests.reference import oracle
 
 E, D, F, K = 7, 64, 32, 3

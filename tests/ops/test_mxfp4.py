@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops import mxfp4
 
+from kimi_jax.ops import mxfp4
 from tests.reference import oracle
 
 dequantise = jax.jit(mxfp4.dequantise, static_argnames="dtype")

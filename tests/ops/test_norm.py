@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.norm import gated_rms_norm, l2_norm, rms_norm
 
+from kimi_jax.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tests.reference import oracle
 
 B, T, H, D = 2, 3, 5, 24

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops import routing
 
+from kimi_jax.ops import routing
 from tests.reference import oracle
 
 route = jax.jit(routing.route, static_argnames=("top_k", "renormalize", "scale", "weigh_biased"))

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kimi_jax.ops.short_conv import short_conv
 
+from kimi_jax.ops.short_conv import short_conv
 from tests.reference import oracle
 
 B, T, CHANNELS = 3, 7, (2, 5)
@@ -21,7 +21,9 @@ def run(x, weight, history=None, counts=None, dtype=jnp.float32):
     if history is None:
         history = np.zeros((x.shape[0], width - 1, *x.shape[2:]))
     counts = np.full(x.shape[0], x.shape[1]) if counts is None else counts
-    return jax.jit(short_conv)(jnp.asarray(x, dtype), jnp.float32(weight), jnp.asarray(history, dtype), jnp.int32(counts))
+    return jax.jit(short_conv)(
+        jnp.asarray(x, dtype), jnp.float32(weight), jnp.asarray(history, dtype), jnp.int32(counts)
+    )
 
 
 def expected(row, weight):
