@@ -24,7 +24,6 @@ from kimi_jax.config import Config
 from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.plan import Plan, plan
 from kimi_jax.runtime import Model
-from kimi_jax.state import Cache, cache_shapes, cache_shardings
 from sharding_rules import Layout
 
 ROOT = Path(__file__).parents[1]
@@ -152,20 +151,14 @@ def answer() -> None:
 
 def compile_step(model: Model, batch: int, capacity: int, length: int = 1) -> Any:
     """The executable which feeds `length` tokens a row to a model that may have no weights; nothing is run."""
-
-    def at(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    whole = model.layout.sharding(model.mesh)
-    cache: Cache = jax.tree.map(
-        at,
-        cache_shapes(model.config, model.layout, batch, capacity, model.dtype),
-        cache_shardings(model.config, model.layout, model.mesh),
-    )
     if model.params is None:
-        model.params = jax.tree.map(at, model.abstract(), model.shardings())
-    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=whole)
-    return model._extend.compile(tokens, jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=whole), cache)
+        model.params = jax.tree.map(
+            lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
+            model.abstract(),
+            model.shardings(),
+        )
+    tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
+    return model._extend.compile(tokens, counts, model.cache_structs(batch, capacity))
 
 
 def _unread(plan: Plan) -> int:

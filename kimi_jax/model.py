@@ -34,6 +34,7 @@ def sizes(config: Config, layout: Layout) -> list[Size]:
     merged = [Size("rows of kv_a, kv_lora + rope", axes.QKV_A, rows)]
     if config.q_lora_rank is not None:
         merged.append(Size("rows of q_a, q_lora", axes.QKV_A, config.q_lora_rank))
+    latent = config.routed_expert_hidden_size
     return [
         *heads,
         *merged,
@@ -42,6 +43,7 @@ def sizes(config: Config, layout: Layout) -> list[Size]:
         Size("hidden of the dense MLP", axes.HIDDEN, config.intermediate_size),
         Size("hidden of the shared experts", axes.HIDDEN, config.moe_intermediate_size * config.num_shared_experts),
         Size("vocabulary", axes.VOCAB, config.vocab_size),
+        *([] if latent is None else [Size("width of the latent MoE", axes.LATENT_MOE, latent)]),
     ]
 
 

@@ -61,7 +61,7 @@ class Plan:
     @property
     def sent_a_token(self) -> float:
         """Bytes that a device sends for one token of a decode step."""
-        return sum(c.sent * c.times for c in self.collectives)
+        return sum((c.sent * c.times for c in self.collectives), 0.0)
 
     def room(self, device: str | int) -> int:
         """Bytes left on a device, negative if the plan does not fit.
@@ -154,8 +154,9 @@ def plan(config: Config, layout: Layout, *, batch: int = 1, context: int = 8192,
         raise ValueError(f"dtype={dtype!r}: 'float32' or 'bfloat16' was wanted")
     guard(config, layout)
     parts: Counter[str] = Counter()
-    for path, parameter in declared(config, layout, dtype):
-        parts[_part(path, config)] += held(layout, parameter, parameter.axes)
+    alike = Counter((_part(path, config), parameter) for path, parameter in declared(config, layout, dtype))
+    for (part, parameter), times in alike.items():
+        parts[part] += times * held(layout, parameter, parameter.axes)
     cache = cache_shapes(config, layout, batch, context, dtype)
     states: Counter[str] = Counter()
     capacity = context

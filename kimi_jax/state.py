@@ -169,7 +169,7 @@ def _capacity(cache: Cache) -> int:
     return np.iinfo(np.int32).max  # no MLA layer: nothing grows
 
 
-def _restripe(rows: jax.Array, old: Layout, new: Layout) -> np.ndarray:
+def _restripe(rows: jax.Array | np.ndarray, old: Layout, new: Layout) -> np.ndarray:
     """Rows [B, N, S, Z] in the old stripes -> the same positions in the new ones; the capacity rounds up to whole
     rounds.
     """

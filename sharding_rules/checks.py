@@ -4,10 +4,12 @@ They are derived from the layout's own table, so an edited rule is guarded too. 
 model has to say about itself.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from sharding_rules.layout import Layout
+from sharding_rules.mesh import CP, TP
 
 
 class Size(NamedTuple):
@@ -25,8 +27,10 @@ def misfits(layout: Layout, sizes: Sequence[Size]) -> list[Size]:
 
 def valid_meshes(layout: Layout, sizes: Sequence[Size], devices: int) -> list[tuple[int, int]]:
     """Every (tp, cp) of at most `devices` ranks on which these rules divide all the sizes."""
-    shapes = [(tp, cp) for tp in range(1, devices + 1) for cp in range(1, devices // tp + 1)]
-    return [(tp, cp) for tp, cp in shapes if not misfits(layout.resized(tp, cp), sizes)]
+    split = {(s.size, layout.mesh_axes(s.axis)) for s in sizes}
+    meshes = [{TP: tp, CP: cp} for tp in range(1, devices + 1) for cp in range(1, devices // tp + 1)]
+    fits = [mesh for mesh in meshes if all(size % math.prod(mesh[axis] for axis in to) == 0 for size, to in split)]
+    return [(mesh[TP], mesh[CP]) for mesh in fits]
 
 
 def check(layout: Layout, sizes: Sequence[Size], *, devices: int | None = None, hints: Sequence[str] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Test session: eight simulated devices, strict promotion, a compilation cache that outlives the run, shared folders."""
+"""Test session: eight simulated devices, strict promotion, a compilation cache that is kept, shared folders."""
 
 import os
 from pathlib import Path

@@ -105,18 +105,20 @@ def test_a_weight_split_along_the_wrong_axis_breaks_the_budget(monkeypatch):
     assert differences(found, needed(SMALL, BOTH, "float32"), SMALL, BATCH, 1)
 
 
-def test_constraining_at_once_to_the_whole_gathers_the_weight_and_breaks_the_budget(monkeypatch):
-    def at_once(self, x, weight):
-        return self.layout.constrain(mla.project(x, weight), axes.BATCH, axes.LENGTH, None)
+def test_a_gathered_weight_breaks_the_budget(monkeypatch):
+    def gather_weight(self, x, weight):
+        return mla.project(x, self.layout.constrain(weight, None, None))
 
-    monkeypatch.setattr(mla.MLA, "_down", at_once)
+    monkeypatch.setattr(mla.MLA, "_down", gather_weight)
     found = read(compile_step(Model(SMALL, SPLIT, "float32"), BATCH, CAPACITY, 1).as_text())
-    gathered = [f.buffers[0][1] for f in found if f.kind == "all-gather" and part_of(f.scope, SMALL) != "head"]
-    assert gathered and (BATCH, 1, Q_R_P) not in gathered
-    assert differences(found, needed(SMALL, SPLIT, "float32"), SMALL, BATCH, 1)
+    assert [f.buffers[0][1] for f in found if f.kind == "all-gather"] == [(Q_R_P, D), (BATCH, 1, W)]
+    assert differences(found, needed(SMALL, SPLIT, "float32"), SMALL, BATCH, 1) == [
+        f"mla: 0 x all-gather of {BATCH * Q_R_P} values over 8 ranks, 1 by formula",
+        f"mla: 1 x all-gather of {Q_R_P * D:,} values over 8 ranks, 0 by formula",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------- formula
+# ------------------------------------------------------------------------------------------------------- formula
 def test_the_formula_gives_kimi_k3s_bytes():
     """docs of helix, section 2a: payloads of one decoded token of K3 at tp = 1."""
     by = {(c.part, c.kind): c for c in needed(KIMI_K3, helix(1, 8), "bfloat16")}
@@ -144,7 +146,7 @@ def test_a_replicated_axis_needs_no_collective():
     assert parts == {axes.KDA_HEADS, axes.STRIPES, axes.HEADS_MERGED, axes.HIDDEN, axes.EXPERTS}
 
 
-# -------------------------------------------------------------------------------------------------------- reading text
+# -------------------------------------------------------------------------------------------------- reading text
 MODULE = """HloModule jit_run, is_scheduled=true, num_partitions=8
   %a = f32[2,128]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add, metadata={op_name="jit(run)/layer_0/mlp/psum"}
   %b.1 = bf16[2,1,320]{2,1,0:T(8,128)} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={2}, metadata={op_name="jit(run)/while/body/head/x"}

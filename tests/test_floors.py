@@ -20,7 +20,7 @@ FLOORS = [
     {"layers"},
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
-    {"runtime"},
+    {"runtime", "steps", "loading"},
     {
         "rows",
         "generate",
@@ -33,7 +33,7 @@ FLOORS = [
         "placement",
         "devices",
     },
-    {"parity", "bench", "draw", "testing"},
+    {"parity", "bench", "peer", "draw", "testing"},
     {"__main__", "__init__"},
 ]
 MESH_WORDS = {"PartitionSpec", "NamedSharding", "Mesh", "AbstractMesh", "make_mesh"}

@@ -114,9 +114,14 @@ def randomise(torch, model, seed: int) -> None:
             value = 0.5 * normal(weight)
         elif "embed_tokens" in name:
             value = normal(weight)
+            value[5::8] *= 0.02  # small inputs of norms show their eps, here and in the latents
         else:
             gain = 3.0 if "lm_head" in name or ".q_" in name else 1.3
             value = gain * normal(weight) / weight.shape[-1] ** 0.5
+        if "q_a_proj" in name:
+            value *= 0.005
+        elif "kv_a_proj" in name:
+            value[: model.config.kv_lora_rank] *= 0.005
         weight.data.copy_(value)
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

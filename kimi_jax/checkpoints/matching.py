@@ -104,37 +104,41 @@ def _scale(name: str, found: Mapping[str, Stored], used: set[str]) -> Stored | N
 def _add(result: Match, path: str, row: Parameter, source: Source) -> None:
     """Take a source if shape, dtype and scale are right; else note why not."""
     piece, stored, scale = source
-    where = f"{stored.file.name}: tensor {stored.name}"
-    padded = False
-    if piece.open_ended and (length := math.prod(stored.shape)) > piece.shape[0] and len(_squeeze(stored.shape)) == 1:
-        source, padded = Source(piece._replace(hub_shape=stored.shape, view=(length,)), stored, scale), True
-    elif _squeeze(stored.shape) != _squeeze(piece.hub_shape):
-        at_least = ", or longer" if piece.open_ended else ""
-        result.misshapen.append(
-            f"{where} has shape {list(stored.shape)}; config.json wants {list(piece.hub_shape)}{at_least}"
-        )
+    length = math.prod(stored.shape)
+    padded = piece.open_ended and length > piece.shape[0] and len(_squeeze(stored.shape)) == 1
+    if padded:
+        source = Source(piece._replace(hub_shape=stored.shape, view=(length,)), stored, scale)
+    if problem := _shape_problem(source.piece, stored) or _dtype_problem(row, stored, scale):
+        result.misshapen.append(f"{stored.file.name}: tensor {stored.name} {problem}")
         return
+    result.sources[path].append(source)
+    if padded:
+        result.padded.append(source)
+
+
+def _shape_problem(piece: Piece, stored: Stored) -> str | None:
+    if stored.shape == piece.hub_shape or _squeeze(stored.shape) == _squeeze(piece.hub_shape):
+        return None
+    at_least = ", or longer" if piece.open_ended else ""
+    return f"has shape {list(stored.shape)}; config.json wants {list(piece.hub_shape)}{at_least}"
+
+
+def _dtype_problem(row: Parameter, stored: Stored, scale: Stored | None) -> str | None:
     wanted = ("U8",) if row.packed else FLOATS
-    if stored.dtype in SCALED and not row.packed and not row.kept:
-        blocks = (*stored.shape[:-2], *(-(-size // SCALE_BLOCK) for size in stored.shape[-2:]))
-        if scale is None:
-            result.misshapen.append(
-                f"{where} is {stored.dtype} without scales: {' or '.join(stored.name + s for s in SCALE_SUFFIXES)} "
-                "is missing, and its numbers mean nothing alone"
-            )
-        elif len(stored.shape) < 2 or scale.shape != blocks or scale.dtype not in FLOATS:
-            result.misshapen.append(
-                f"{where} is {stored.dtype} with scales {scale.name} {scale.dtype} {list(scale.shape)}; one number for "
-                f"each {SCALE_BLOCK}x{SCALE_BLOCK} block, {list(blocks)}, was wanted"
-            )
-        else:
-            result.sources[path].append(source)
-    elif stored.dtype not in wanted:
-        result.misshapen.append(f"{where} is {stored.dtype}; {' or '.join(wanted)} was wanted")
-    else:
-        result.sources[path].append(source)
-        if padded:
-            result.padded.append(source)
+    if stored.dtype in wanted:
+        return None
+    if stored.dtype not in SCALED or row.packed or row.kept:
+        return f"is {stored.dtype}; {' or '.join(wanted)} was wanted"
+    if scale is None:
+        names = " or ".join(stored.name + suffix for suffix in SCALE_SUFFIXES)
+        return f"is {stored.dtype} without scales: {names} is missing, and its numbers mean nothing alone"
+    blocks = (*stored.shape[:-2], *(-(-size // SCALE_BLOCK) for size in stored.shape[-2:]))
+    if len(stored.shape) < 2 or scale.shape != blocks or scale.dtype not in FLOATS:
+        return (
+            f"is {stored.dtype} with scales {scale.name} {scale.dtype} {list(scale.shape)}; one number for each "
+            f"{SCALE_BLOCK}x{SCALE_BLOCK} block, {list(blocks)}, was wanted"
+        )
+    return None
 
 
 def _squeeze(shape: Iterable[int]) -> Shape:

@@ -91,8 +91,10 @@ def canonical(name: str, config: Config) -> str:
     """
     if config.is_k3:
         name = name.removeprefix(K3_PREFIX)
-        name = re.sub(r"^(layers\.|embed_tokens\.|norm\.|output_attn_res)", r"model.\1", name)
-        name = re.sub(r"(_attention_res|mlp_res|_attn_res)\.(proj|norm)_weight$", r"\1_\2.weight", name)
+        if name.startswith(("layers.", "embed_tokens.", "norm.", "output_attn_res")):
+            name = f"model.{name}"
+        if name.endswith("_weight"):
+            name = re.sub(r"(_attention_res|mlp_res|_attn_res)\.(proj|norm)_weight$", r"\1_\2.weight", name)
     name = name.replace(".self_attn.forget_gate.", ".self_attn.")
     if found := re.match(r"(model\.layers\.(\d+)\.)(mlp|block_sparse_moe)\.(.*)", name):
         block = "block_sparse_moe" if config.is_moe(int(found[2])) else "mlp"

@@ -84,9 +84,7 @@ def load_params(
         folder=str(folder),
         files=sum(map(len, sources.values())),
         tensors=len(sources),
-        padding={
-            name: np.array(said["values"], said["dtype"]) for name, said in _read_manifest(folder)["padding"].items()
-        },
+        padding=_padding(folder),
     )
     return place(sources, abstract, shardings, kept, report, progress), report
 
@@ -132,9 +130,10 @@ def save_params(
     """
     path, rows = Path(path), table(config)
     check_tree(params, {name: row.shape for name, row in rows.items()})
-    others = [entry.name for entry in path.iterdir()] if path.exists() else []
-    if strangers := [name for name in others if not name.isdecimal() and not name.startswith(UNFINISHED)]:
-        raise ValueError(f"{path} holds {strangers[0]}: a save wants a folder of its own")
+    own = {str(number) for number in _versions(path)}
+    for entry in path.iterdir() if path.exists() else ():
+        if entry.name not in own and not entry.name.startswith(UNFINISHED):
+            raise ValueError(f"{path} holds {entry.name}: a save wants a folder of its own")
     held = {name: _cut(array, rows[name].shape) for name, array in flatten(params).items()}
     number = max(_versions(path), default=0) + 1
     unfinished = path / f"{UNFINISHED}{number}"
@@ -197,7 +196,9 @@ class Saving:
             return
         for number in _versions(self.path.parent):
             if number < int(self.path.name):
-                shutil.rmtree(self.path.parent / str(number), ignore_errors=True)
+                gone = self.path.with_name(f"{UNFINISHED}{number}")
+                self.path.with_name(str(number)).rename(gone)  # no longer a save, before it is half deleted
+                shutil.rmtree(gone, ignore_errors=True)
 
 
 def _write(folder: Path, params: Tree) -> None:
@@ -233,7 +234,7 @@ def _without_merge_notice() -> Iterator[None]:
 
 def _versions(path: Path) -> list[int]:
     """The numbers of the finished saves in a folder, ascending."""
-    return sorted(int(entry.name) for entry in path.glob("*") if entry.name.isdecimal() and entry.is_dir())
+    return sorted(int(file.parent.name) for file in path.glob(f"*/{MANIFEST}") if file.parent.name.isdecimal())
 
 
 def _size(folder: Path) -> int:
@@ -256,10 +257,20 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = strict_json.read_object(file)
     if manifest.keys() != {"format", "parameters", "padding"} or manifest["format"] != FORMAT:
         raise ValueError(f"{file}: format {FORMAT} with its parameters and padding was wanted")
+    if not isinstance(manifest["parameters"], dict):
+        raise ValueError(f"{file}: parameters must be an object")
     for name, said in manifest["parameters"].items():
-        if not isinstance(said, dict) or said.keys() != {"shape", "dtype"}:
+        if not isinstance(said, dict) or said.keys() != {"shape", "dtype"} or not isinstance(said["shape"], list):
             raise ValueError(f"{file}: parameter {name}: shape and dtype were wanted, {said!r} came")
     return manifest
+
+
+def _padding(folder: Path) -> dict[str, np.ndarray]:
+    said = _read_manifest(folder)["padding"]
+    try:
+        return {name: np.array(tail["values"], tail["dtype"]) for name, tail in said.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / MANIFEST}: padding {said!r} cannot be read: {error}") from error
 
 
 def _sources(folder: Path, name: str, said: Mapping[str, Any]) -> list[Source]:

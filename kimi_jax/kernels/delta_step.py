@@ -4,6 +4,7 @@ The sibling of `layers.kda._mix_heads` at T = 1. Knows nothing of projections or
 """
 
 import functools
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 WARPS = 4
-COLUMNS = 128  # of the state's value axis, held at a time
+COLUMNS = 64  # of the state's value axis, held at a time: half of the state in flight while the other half is worked on
 
 
 def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
@@ -52,7 +53,11 @@ def mix_heads_step(
     """
     B, _, H, _, K = qkv.shape
     kernel = functools.partial(
-        _mix_head, lower_bound=lower_bound, eps=eps, columns=min(columns, K), width=conv_weight.shape[-1],
+        _mix_head,
+        lower_bound=lower_bound,
+        eps=eps,
+        columns=min(columns, K),
+        width=conv_weight.shape[-1],
         interpret=interpret,
     )
     return pl.pallas_call(
@@ -89,7 +94,7 @@ def _mix_head(
         inputs = [conv_ref[row, j, h, i, :] for j in range(width - 1)] + [token]
         taps = [conv_weight_ref[h, i, :, j].astype(jnp.float32) for j in range(width)]
         y = sum(tap * x.astype(dtype).astype(jnp.float32) for tap, x in zip(taps, inputs, strict=True))
-        moved.append([jnp.where(live, new.astype(conv_ref.dtype), old) for old, new in zip(inputs, inputs[1:])])
+        moved.append([jnp.where(live, new.astype(conv_ref.dtype), old) for old, new in pairwise(inputs)])
         return (y * jax.nn.sigmoid(y)).astype(dtype).astype(jnp.float32)
 
     q, k = _unit(convolved(0)) * K**-0.5, _unit(convolved(1))
@@ -125,7 +130,9 @@ def _mix_head(
     mean = sum(jnp.sum(out * out) for out in outs) / K
     for tile, out in zip(tiles, outs, strict=True):
         weighed = out * jax.lax.rsqrt(mean + eps) * o_norm_ref[tile].astype(jnp.float32)
-        out_ref[row, 0, h, tile] = (weighed * jax.nn.sigmoid(gate_ref[row, 0, h, tile].astype(jnp.float32))).astype(dtype)
+        out_ref[row, 0, h, tile] = (weighed * jax.nn.sigmoid(gate_ref[row, 0, h, tile].astype(jnp.float32))).astype(
+            dtype
+        )
 
 
 def _convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dtype):

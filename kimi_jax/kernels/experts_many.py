@@ -4,6 +4,7 @@ The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for more tok
 """
 
 import functools
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +27,40 @@ def experts_many(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
-    split: int = 4,
-    blocks: tuple[int, int, int, int] = (128, 64, 128, 64),
-    stages: int = 3,
-    warps: int = 8,
+    split: int | None = None,
+    blocks: tuple[int, int, int, int] | None = None,
+    stages: int = 4,
+    warps: int | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
     """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
 
-    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block.
+    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block; an expert's last one
+    takes the smallest of block, block / 2, .. block / split that holds its rows. blocks: rows and columns of a weight
+    held at a time by the first product, then by the second.
 
     Floor: 6 F D bytes for each expert hit, or 6 F D operations for each pair of token and expert. Source: the same.
     """
     E, _, F, D = gate_up.shape
-    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, block, split, blocks, stages, warps, interpret)
+    block = block or _block(chosen.size, E)
+    blocks = blocks or ((128, 64, 256, 64) if block > 64 else (64, 128, 64, 128))
+    warps = warps or (8 if block > 64 else 4)
+    return _run(
+        x,
+        chosen,
+        weights,
+        first,
+        (gate_up,),
+        (down,),
+        (E, F, D),
+        activation,
+        block,
+        split,
+        blocks,
+        stages,
+        warps,
+        interpret,
+    )
 
 
 def experts_many_packed(
@@ -54,8 +75,8 @@ def experts_many_packed(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
-    split: int = 4,
-    blocks: tuple[int, int, int, int] = (64, 64, 64, 64),
+    split: int | None = None,
+    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
@@ -63,13 +84,16 @@ def experts_many_packed(
     """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
     E, _, F, half = gate_up_packed.shape
     packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
-    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret)
+    return _run(
+        x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret
+    )
 
 
 def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, split, blocks, stages, warps, interpret):
     (N, k), (E, F, D) = chosen.shape, shape
     pairs, packed = N * k, len(gate_up) == 2
-    block = block or max(16, min(128, pl.next_power_of_2(pairs // E)))
+    block = block or _block(pairs, E)
+    split = split or (4 if block > 64 else 2)
     order, table = _plan(chosen.reshape(-1) - first, E, block)
     count = table.shape[1]
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
@@ -96,8 +120,13 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
     return sum(terms[:, i] for i in range(k))
 
 
+def _block(pairs: int, experts: int) -> int:
+    """Rows of a block: twice what an expert gets on average, since the parts of the last block come in smaller sizes."""
+    return max(32, min(128, pl.next_power_of_2(max(1, 2 * pairs // experts))))
+
+
 def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int32[Array, " Q"], Int32[Array, "3 X"]]:
-    """The pairs in the order of their experts, and for each block its expert, its first row and its number of rows."""
+    """The pairs in the order of their experts, and for each block its expert, first row and number of rows."""
     pairs = local.shape[0]
     local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
     order = jnp.argsort(local, stable=True).astype(jnp.int32)
@@ -131,7 +160,19 @@ def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_
 
         def fold(i, sums):
             return tuple(
-                _accumulate(s, weight_refs, (e, jnp.int32(part)), row, i, rows, columns, load_x, x_ref.shape[1], packed, interpret)
+                _accumulate(
+                    s,
+                    weight_refs,
+                    (e, jnp.int32(part)),
+                    row,
+                    i,
+                    rows,
+                    columns,
+                    load_x,
+                    x_ref.shape[1],
+                    packed,
+                    interpret,
+                )
                 for part, s in enumerate(sums)
             )
 
@@ -160,7 +201,9 @@ def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, sizes, packed,
             return plgpu.load(some, mask=(within < count)[:, None], other=0.0)
 
         def fold(i, s):
-            return _accumulate(s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret)
+            return _accumulate(
+                s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret
+            )
 
         zero = jnp.zeros((rows, size), jnp.float32)
         out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
@@ -172,7 +215,7 @@ def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, sizes, packed,
 
 def _in_smallest(sizes, count, run):
     """run(size) with the smallest of the ascending sizes that holds `count` rows; nothing if there are none."""
-    for below, size in zip((0, *sizes), sizes):
+    for below, size in pairwise((0, *sizes)):
         pl.when((count > below) & (count <= size))(functools.partial(run, size))
 
 

@@ -6,11 +6,10 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-FOLD = False
 GROUP = 16  # bytes, that is 32 weights, that share a scale
 
-# A byte widened to 16 bits, two to a register: a nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15 and its
-# magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats
+# A byte widened to 16 bits, two to a register: a nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15
+# and its magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats
 # lose their leading one at exponent 0).
 SPREAD = "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
 NIBBLES = (
@@ -28,41 +27,38 @@ def split(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
 
 
 def widen(codes, scale, interpret: bool):
-    """The weights of the low and of the high nibbles, bfloat16, exact for scales 2 to 252 (see `ops.mxfp4`).
+    """The weights of the low nibbles and of the high ones, two [R, C] bfloat16; exact for scales 2 to 252.
 
-    codes [R, C] uint8; scale [R, C // 16] uint8.
+    See `ops.mxfp4`. codes [R, C] uint8, scale [R, C // 16] uint8.
     """
     rows, columns = codes.shape
-    groups = columns // GROUP
-    exponent = scale.astype(jnp.uint16).astype(jnp.int16)
-    if FOLD and not interpret:
-        exponent = jnp.minimum(exponent + 126, 254)
-    exponent = exponent << 7
-    power = lax.bitcast_convert_type(exponent, jnp.bfloat16)
-    power = jnp.broadcast_to(power[:, :, None], (rows, groups, GROUP)).reshape(rows, columns)
+    power = lax.bitcast_convert_type(scale.astype(jnp.int16) << 7, jnp.bfloat16)[:, :, None]
+    power = jnp.broadcast_to(power, (rows, columns // GROUP, GROUP)).reshape(rows, columns)
     if interpret:
-        return _small(codes & 15) * power, _small(codes >> 4) * power
+        low, high = _small(codes & 15), _small(codes >> 4)
+    else:
+        low, high = _scaled(codes)
+    return low * power, high * power
+
+
+def _scaled(codes):
+    """The E2M1 numbers of the low and of the high nibbles, bfloat16."""
     (spread,) = plgpu.elementwise_inline_asm(
         SPREAD, args=[codes], constraints="=r,=r,r", pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.int16)],
     )  # fmt: skip
     big = jnp.full(codes.shape, 2.0**126, jnp.bfloat16)
-    if FOLD:
-        big = power
-    low, high = (
+    return [
         plgpu.elementwise_inline_asm(
             asm, args=[spread, big], constraints="=r,r,r", pack=2,
             result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
         )[0]
         for asm in (LOW, HIGH)
-    )  # fmt: skip
-    if FOLD:
-        return low, high
-    return low * power, high * power
+    ]  # fmt: skip
 
 
 def _small(code):
-    """E2M1 times 2^-126 as the assembly makes it, but through float32: CPUs flush subnormals."""
+    """`_scaled` without assembly, through float32: CPUs flush subnormals."""
     magnitude = (code & 7).astype(jnp.int32)
     exponent = lax.bitcast_convert_type((126 + magnitude // 2) << 23, jnp.float32)
     mantissa = 1.0 + (magnitude % 2).astype(jnp.float32) * 0.5

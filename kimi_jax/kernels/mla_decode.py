@@ -33,27 +33,26 @@ def attend_absorbed_step(
     head_block: int | None = None,
     row_block: int = 64,
     splits: int | None = None,
-    warps: int = 8,
+    warps: int = 4,
     stages: int = 2,
-    transposed: bool = False,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """score_s = scale (q_h . row_s)    out = sum_s softmax(score)_s row_s[:latent]    lse = ln sum_s exp(score_s)
 
-    over the slots s < lengths[b]. A row of the cache is read once for up to 64 heads, as key and as value. A program
-    folds one stretch of the cache for one block of heads; a second kernel merges the stretches. lengths[b] = 0 gives out = 0 and
+    over the slots s < lengths[b]. A row of the cache is read once for up to 32 heads, as key and as value. A program
+    folds one stretch of the cache for one block of heads; the slots are the rows of both its products, so that few
+    heads do not leave a tile half empty. A second kernel merges the stretches. lengths[b] = 0 gives out = 0 and
     lse = -inf. Slots from lengths[b] on are not read.
 
     Floor: 2 Z bytes a slot, or 2 H (Z + latent) operations. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2; the
     split as in flash-decoding (Dao et al. 2023).
     """
-    B, _, H, Z = query.shape
-    head_block = head_block or max(16, min(64, pl.next_power_of_2(H)))
+    B, _, H, _ = query.shape
+    head_block = head_block or max(16, min(32, pl.next_power_of_2(H)))
     head_blocks = pl.cdiv(H, head_block)
     splits = splits or max(1, min(PROGRAMS // (B * head_blocks), pl.cdiv(rows.shape[2], row_block)))
     kernel = functools.partial(
-        _attend_stretch_t if transposed else _attend_stretch, latent=latent, scale=scale * LOG2E,
-        head_block=head_block, row_block=row_block, splits=splits
+        _attend_stretch, latent=latent, scale=scale * LOG2E, head_block=head_block, row_block=row_block, splits=splits
     )
     outs, lses = pl.pallas_call(
         kernel,
@@ -72,49 +71,6 @@ def attend_absorbed_step(
 
 
 def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, *, latent, scale, head_block, row_block, splits):
-    block, split, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    H, Z = q_ref.shape[2:]
-    stripe = jnp.int32(0)
-    first_head = block * head_block
-    heads = first_head + jnp.arange(head_block, dtype=jnp.int32)
-    here = (heads < H)[:, None]
-    some = pl.ds(first_head, head_block)
-    q_lat = plgpu.load(q_ref.at[b, stripe, some, pl.ds(0, latent)], mask=here, other=0.0)
-    q_pe = plgpu.load(q_ref.at[b, stripe, some, pl.ds(latent, Z - latent)], mask=here, other=0.0)
-
-    length = lengths_ref[b]
-    chunks = (length + row_block - 1) // row_block
-    share = (chunks + splits - 1) // splits
-    first, last = split * share, jnp.minimum(chunks, (split + 1) * share)
-
-    def fold(i, carry):
-        top, total, weighted = carry
-        slots = i * row_block + jnp.arange(row_block, dtype=jnp.int32)
-        seen = slots < length
-        here = pl.ds(i * row_block, row_block)
-        lat = plgpu.load(rows_ref.at[b, stripe, here, pl.ds(0, latent)], mask=seen[:, None], other=0.0)
-        pe = plgpu.load(rows_ref.at[b, stripe, here, pl.ds(latent, Z - latent)], mask=seen[:, None], other=0.0)
-        scores = _dot(q_lat, lat, 1) + _dot(q_pe, pe, 1)
-        scores = jnp.where(seen[None, :], scores * scale, -jnp.inf)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        keep = jnp.exp2(top - new_top)
-        p = jnp.exp2(scores - new_top[:, None])
-        weighted = weighted * keep[:, None] + _dot(p.astype(lat.dtype), lat, 0)
-        return new_top, total * keep + jnp.sum(p, axis=1), weighted
-
-    start = (
-        jnp.full((head_block,), -1e30, jnp.float32),
-        jnp.zeros((head_block,), jnp.float32),
-        jnp.zeros((head_block, latent), jnp.float32),
-    )
-    top, total, weighted = lax.fori_loop(first, last, fold, start)
-    safe = jnp.where(total > 0, total, 1.0)
-    plgpu.store(out_ref.at[b, split, some, :], weighted / safe[:, None], mask=here)
-    lse = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
-    plgpu.store(lse_ref.at[b, some, split], lse, mask=heads < H)
-
-
-def _attend_stretch_t(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, *, latent, scale, head_block, row_block, splits):
     block, split, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     stripe = jnp.int32(0)
     H, Z = q_ref.shape[2:]
@@ -161,10 +117,10 @@ def merge_stretches(
     outs: Float32[Array, "B X H R"], lses: Float32[Array, "B H X"], *, interpret: bool = False
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """out = sum_x e^(lse_x - lse) out_x,  lse = ln sum_x e^lse_x, over the X stretches of a row's cache."""
-    B, X, H, R = outs.shape
+    B, _, H, R = outs.shape
     columns = min(R, 128)
     return pl.pallas_call(
-        functools.partial(_merge, columns=columns, step=16),
+        functools.partial(_merge, columns=columns, step=64),
         out_shape=(
             jax.ShapeDtypeStruct((B, 1, H, R), jnp.float32),
             jax.ShapeDtypeStruct((B, 1, H), jnp.float32),

@@ -3,6 +3,8 @@
 Bytes are as in the checkpoint; nothing here knows which weight they belong to.
 """
 
+import itertools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -48,7 +50,7 @@ def pack(values: Float[Array, "*X I"]) -> tuple[UInt8[Array, "*X I//2"], UInt8[A
 
     magnitude = jnp.abs(blocks) * _power_of_two(254 - scale)[..., None]
     # A value half way between codes i and i + 1 takes the even one.
-    middles = [(low + high) / 2 for low, high in zip(E2M1, E2M1[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(E2M1)]
     passed = [magnitude >= middle if i % 2 else magnitude > middle for i, middle in enumerate(middles)]
     code = sum(middle.astype(jnp.uint8) for middle in passed)
     nibbles = code | (jnp.signbit(blocks).astype(jnp.uint8) << 3)

@@ -180,6 +180,15 @@ def test_a_folder_of_other_things_is_not_saved_into(saved, tiny):
         orbax.save_params(path, config, params, progress=False)
 
 
+def test_numbered_folders_of_someone_else_are_left_alone(saved):
+    path, config, params = saved
+    (path / "0").mkdir()
+    (path / "0" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="holds 0: a save wants a folder of its own"):
+        orbax.save_params(path, config, params, progress=False)
+    assert (path / "0" / "thesis.tex").exists() and folders.locate(path) == path / "1"
+
+
 def damaged(path, config, *words):
     with pytest.raises(ValueError) as error:
         restored(path, config)
@@ -228,11 +237,23 @@ def test_a_save_of_another_config_is_refused(saved):
         damaged(path, making.small_k3(**(dict(num_hidden_layers=2) | change)), *words)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 2, "parameters": {}, "padding": {}}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"format": 2, "parameters": {}, "padding": {}}', '{"format": 1, "parameters": [], "padding": {}}',
+     '{"format": 1, "parameters": {"embed": {"shape": 3, "dtype": "float32"}}, "padding": {}}'],
+)  # fmt: skip
 def test_a_damaged_manifest_is_named(saved, text):
     path, config, _ = saved
     (path / "1" / orbax.MANIFEST).write_text(text)
     damaged(path, config, orbax.MANIFEST)
+
+
+@pytest.mark.parametrize("padding", [[], {"a": 1}, {"a": {"values": ["x"], "dtype": "float32"}}], ids=str)
+def test_damaged_padding_is_named(saved, padding):
+    path, config, _ = saved
+    file = path / "1" / orbax.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": padding}))
+    damaged(path, config, orbax.MANIFEST, "padding")
 
 
 SAVER = """

@@ -1,0 +1,80 @@
+"""The peer of the benchmark: the same shapes through transformers, in a process of its own. Needs the `parity` extra.
+
+Run as a program it prints one JSON line a measurement; `measure` starts it and reads them.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+REPEATS = 3
+STEPS = 16
+
+
+def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Time transformers on a job -> a dict for each measurement, with `what`, `batch`, `context` and `seconds`.
+
+    job: config (a hub config) or checkpoint (a folder), dtype, decode and prefill (lists of [batch, tokens]).
+
+    Raises ValueError with the end of its error output if the peer fails.
+    """
+    done = subprocess.run([sys.executable, "-m", "kimi_jax.peer", json.dumps(job)], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"the peer (transformers) failed: {done.stderr.strip()[-600:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main(job: dict[str, Any]) -> None:
+    """Build the model and print its times."""
+    import torch
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, job["dtype"])
+    if job.get("checkpoint"):
+        model = KimiLinearForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).to(device).eval()
+    else:
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            model = KimiLinearForCausalLM(KimiLinearConfig(**job["config"])).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.02)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def timed(call) -> float:
+        call()
+        taken = []
+        for _ in range(REPEATS):
+            wait()
+            began = time.perf_counter()
+            call()
+            wait()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    with torch.inference_mode():
+        for batch, tokens in job["prefill"]:
+            ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
+            seconds = timed(lambda ids=ids: model(ids, use_cache=True, logits_to_keep=1))
+            print(json.dumps({"what": "prefill", "batch": batch, "context": tokens, "seconds": seconds}), flush=True)
+        for batch, context in job["decode"]:
+            ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+            out = model(ids, use_cache=True, logits_to_keep=1)
+            held = {"token": out.logits[:, -1:].argmax(-1), "cache": out.past_key_values}
+
+            def steps(held=held) -> None:
+                for _ in range(STEPS):
+                    out = model(held["token"], past_key_values=held["cache"], use_cache=True)
+                    held["token"], held["cache"] = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+            seconds = timed(steps) / STEPS
+            print(json.dumps({"what": "decode", "batch": batch, "context": context, "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,68 @@
+"""The expert kernels, interpreted, against every expert on every token in float32."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.kernels.experts_few import experts_few, experts_few_packed
+from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
+from kimi_jax.ops import mxfp4
+from kimi_jax.ops.activations import swiglu
+from kimi_jax.ops.experts import experts_dense
+
+K, HELD, ALL, F, D = 3, 4, 9, 64, 128
+BLOCKS = (64, 64, 64, 32)
+
+
+def _case(tokens):
+    r = np.random.default_rng(tokens)
+
+    def normal(*shape, scale=1.0, dtype=jnp.bfloat16):
+        return jnp.asarray(r.normal(size=shape) * scale, dtype)
+
+    chosen = jnp.asarray(np.stack([r.permutation(ALL)[:K] for _ in range(tokens)]), jnp.int32)
+    return (
+        normal(tokens, D), chosen, normal(tokens, K, dtype=jnp.float32), normal(HELD, 2, F, D, scale=D**-0.5),
+        normal(HELD, D, F, scale=F**-0.5),
+    )  # fmt: skip
+
+
+def _error(got, x, chosen, weights, gate_up, down, first):
+    f32 = jnp.float32
+    want = experts_dense(
+        x.astype(f32), chosen, weights, gate_up.astype(f32), down.astype(f32), activation=swiglu, first=first
+    )
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_few_tokens_kernel_equals_dense(tokens):
+    case = _case(tokens)
+    first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
+    got = experts_few(*case, activation=swiglu, first=first, blocks=BLOCKS, interpret=True)
+    assert _error(got, *case, first) < 1e-2
+
+
+@pytest.mark.parametrize("block", [32, 16])
+def test_many_tokens_kernel_equals_dense(block):
+    case = _case(50)
+    got = experts_many(*case, activation=swiglu, first=3, block=block, blocks=BLOCKS, interpret=True)
+    assert _error(got, *case, 3) < 1e-2
+
+
+@pytest.mark.parametrize("kernel", [experts_few_packed, experts_many_packed])
+def test_packed_kernels_equal_dense_on_dequantised_weights(kernel):
+    x, chosen, weights, *wide = _case(19)
+    packed = [mxfp4.pack(w) for w in wide]
+    wide = [mxfp4.dequantise(*p, jnp.float32) for p in packed]
+    got = kernel(x, chosen, weights, *packed[0], *packed[1], activation=swiglu, first=3, blocks=BLOCKS, interpret=True)
+    assert _error(got, x, chosen, weights, *wide, 3) < 1e-2
+
+
+def test_tokens_without_a_held_expert_get_zero():
+    x, _, weights, *wide = _case(5)
+    chosen = jnp.broadcast_to(jnp.arange(6, 6 + K, dtype=jnp.int32), (5, K))
+    for kernel in experts_few, experts_many:
+        np.testing.assert_array_equal(
+            kernel(x, chosen, weights, *wide, activation=swiglu, blocks=BLOCKS, interpret=True), 0
+        )
