@@ -1,8 +1,8 @@
 """Time a model on this machine, beside what the machine could do at best.
 
-The machine is measured first, in the same run: how fast it copies and how fast it multiplies. A step's floor is the larger
-of its bytes over that copy rate and its operations over that matrix rate, both counted from shapes. Times are of warm,
-compiled calls: the median and the range of several.
+The machine is measured first, in the same run: how fast it copies and how fast it multiplies. A step's floor is the
+larger of its bytes over that copy rate and its operations over that matrix rate, both counted from shapes. Times are of
+warm, compiled calls: the median and the range of several.
 """
 
 import json
@@ -238,9 +238,8 @@ def describe(model: Model) -> dict[str, Any]:
         "hidden_size": model.config.hidden_size,
         "experts": f"{model.config.num_experts_per_token} of {model.config.num_experts}",
         "dtype": str(model.dtype),
-        "tp": model.layout.tp,
-        "cp": model.layout.cp,
         "weights": "random" if model.source is None else str(model.source.name),
+        **dict(tp=model.layout.tp, cp=model.layout.cp),
     }
 
 

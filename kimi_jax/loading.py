@@ -42,7 +42,8 @@ def load(
 
     path: None is the small trained checkpoint that ships in the package. layout: None is one device. dtype: of weights
     and activations, None as the checkpoint says. experts: "bfloat16" or "float32" widens packed experts, which stay
-    packed otherwise. devices: default JAX's first tp * cp. Each device reads only what it holds; `model.report` says how it went.
+    packed otherwise. devices: default JAX's first tp * cp. Each device reads only what it holds; `model.report` says
+    how it went.
 
     Raises ValueError naming what is wrong: the configuration, the folder's tensors, a size that the layout does not
     divide, too few devices, weights that do not fit.

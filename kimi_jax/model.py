@@ -74,10 +74,8 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], chunk: Chunk, caches: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
         """Hidden states of the fed tokens, ready for `head`, and the caches after them."""
-        stream, new_caches = Stream(self.enter(tokens, chunk)), []
-        for stream, cache in self.walk(stream, chunk, caches):
-            new_caches.append(cache)
-        return self.finish(stream), tuple(new_caches)
+        walked = list(self.walk(Stream(self.enter(tokens, chunk)), chunk, caches))
+        return self.finish(walked[-1][0]), tuple(cache for _, cache in walked)
 
     def walk(self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]) -> Iterator[tuple[Stream, LayerCache]]:
         """Layer after layer: the residual stream behind it and its new cache."""
@@ -139,6 +137,7 @@ class AttnResTransformer(Transformer):
     def step(
         self, index: int, block: AttnResBlock, stream: Stream, cache: LayerCache, chunk: Chunk
     ) -> tuple[Stream, LayerCache]:
+        """One layer between two mixes; the sum restarts at a boundary."""
         assert self.config.attn_res_block_size is not None
         h, stored = stream
         x = block.mix_for_attention(stored, h) if stored else h
@@ -150,6 +149,7 @@ class AttnResTransformer(Transformer):
         return Stream(h + block.feed(block.mix_for_ffn(stored, h)), stored), cache
 
     def finish(self, stream: Stream) -> Float[Array, "B T D"]:
+        """The last mix, and the final norm of it."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("attn_res"):
             h = attn_res(stream.stored, stream.h, self.output_res_norm[...], self.output_res_proj[...], eps)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -26,7 +26,7 @@ from kimi_jax.sampling import Greedy, Sampling
 from kimi_jax.state import Cache, State, cache_shapes, cache_shardings, new_cache
 from kimi_jax.steps import Burst
 from kimi_jax.tokenizer import Tokenizer
-from sharding_rules import Layout
+from sharding_rules import DeviceMesh, Layout
 
 DTYPES = ("float32", "bfloat16")
 Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lists
@@ -58,7 +58,7 @@ class Model:
         guard(config, layout, len(jax.devices() if devices is None else devices))
         self.config, self.layout, self.tokenizer = config, layout, tokenizer
         self.dtype = jnp.dtype(dtype)
-        self.mesh: Mesh = layout.mesh(devices)
+        self.mesh: DeviceMesh = layout.mesh(devices)
         self.graph, self.declared = build(config, layout, self.dtype)
         self.params: Any = None
         self.eos_token_ids: tuple[int, ...] = config.eos_token_ids

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kimi_jax.config import Config
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.mla import LatentCache
-from sharding_rules import Layout, stripes
+from sharding_rules import DeviceMesh, Layout, stripes
 
 
 @jax.tree_util.register_dataclass
@@ -38,14 +37,14 @@ def cache_shapes(config: Config, layout: Layout, batch: int, capacity: int, dtyp
     return Cache(layers, jax.ShapeDtypeStruct((batch,), jnp.int32))
 
 
-def cache_shardings(config: Config, layout: Layout, mesh: Mesh) -> Cache:
+def cache_shardings(config: Config, layout: Layout, mesh: DeviceMesh) -> Cache:
     """Where each array of a Cache lives, in the same structure."""
     latent, delta = _placed(LatentCache, layout, mesh), _placed(DeltaState, layout, mesh)
     layers = tuple(latent if config.is_mla(i) else delta for i in range(config.num_hidden_layers))
     return Cache(layers, layout.sharding(mesh))
 
 
-def new_cache(config: Config, layout: Layout, mesh: Mesh, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+def new_cache(config: Config, layout: Layout, mesh: DeviceMesh, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
     """An empty cache, born sharded."""
     shapes = cache_shapes(config, layout, batch, capacity, dtype)
     return jax.tree.map(
@@ -64,7 +63,7 @@ class State:
         cache: Cache,
         config: Config,
         layout: Layout,
-        mesh: Mesh,
+        mesh: DeviceMesh,
         lengths: np.ndarray,
         pending: np.ndarray | None = None,
     ):
@@ -158,7 +157,7 @@ class State:
         )
 
 
-def _placed(layer: type, layout: Layout, mesh: Mesh) -> Any:
+def _placed(layer: type, layout: Layout, mesh: DeviceMesh) -> Any:
     return layer(*(layout.sharding(mesh, *f.metadata["axes"]) for f in dataclasses.fields(layer)))
 
 

@@ -7,10 +7,12 @@ from sharding_rules import axes, stripes
 from sharding_rules.checks import Size, check, misfits, valid_meshes
 from sharding_rules.helix import SINGLE, helix
 from sharding_rules.layout import Layout
+from sharding_rules.mesh import DeviceMesh
 from sharding_rules.rank_major import logical_to_rank_major, rank_major_to_logical
 
 __all__ = [
     "SINGLE",
+    "DeviceMesh",
     "Layout",
     "Size",
     "axes",

@@ -13,6 +13,8 @@ TP = "tp"
 CP = "cp"
 AXES = (TP, CP)
 
+DeviceMesh = Mesh  # for annotations elsewhere: who is handed a mesh need not know how one is made
+
 
 def device_mesh(tp: int, cp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over the first tp * cp of `devices` (all of JAX's if None).

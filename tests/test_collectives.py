@@ -112,10 +112,9 @@ def test_a_gathered_weight_breaks_the_budget(monkeypatch):
     monkeypatch.setattr(mla.MLA, "_down", gather_weight)
     found = read(compile_step(Model(SMALL, SPLIT, "float32"), BATCH, CAPACITY, 1).as_text())
     assert [f.buffers[0][1] for f in found if f.kind == "all-gather"] == [(Q_R_P, D), (BATCH, 1, W)]
-    assert differences(found, needed(SMALL, SPLIT, "float32"), SMALL, BATCH, 1) == [
-        f"mla: 0 x all-gather of {BATCH * Q_R_P} values over 8 ranks, 1 by formula",
-        f"mla: 1 x all-gather of {Q_R_P * D:,} values over 8 ranks, 0 by formula",
-    ]
+    less, more = differences(found, needed(SMALL, SPLIT, "float32"), SMALL, BATCH, 1)
+    assert less == f"mla: 0 x all-gather of {BATCH * Q_R_P} values over 8 ranks, 1 by formula"
+    assert more.endswith(f": 1 x all-gather of {Q_R_P * D:,} values over 8 ranks, 0 by formula")
 
 
 # ------------------------------------------------------------------------------------------------------- formula

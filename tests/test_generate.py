@@ -1,4 +1,4 @@
-"""generate and stream: the same tokens whatever the company, the padding, the chunks; where rows end; what is refused."""
+"""generate and stream: the same tokens whatever the company, padding and chunks; where rows end; what is refused."""
 
 import signal
 import threading

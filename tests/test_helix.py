@@ -1,8 +1,8 @@
 """Helix: the striped latent cache, the combine and the states that move between layouts, against one device.
 
 What must hold for every length: prompts that leave ranks empty, that end on a block's edge, that turn the ownership
-over several times. Attention is tried flat and sharply peaked: a loose tolerance on flat attention cannot see a wrong log
-base or a plain mean.
+over several times. Attention is tried flat and sharply peaked: a loose tolerance on flat attention cannot see a wrong
+log base or a plain mean.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def test_an_unused_row_of_a_batch_is_finite_and_disturbs_nobody(build, config):
 
 
 def partials(scores, values):
-    """Each rank's exact partial over its own keys; scores [N, keys], values [N, keys, V], -inf where a key is absent."""
+    """Each rank's exact partial over its keys; scores [N, keys] (-inf: no such key), values [N, keys, V]."""
     top = np.where(np.isinf(scores.max(1, keepdims=True)), 0, scores.max(1, keepdims=True))
     weight = np.exp(scores - top)
     total = weight.sum(1)

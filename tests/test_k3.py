@@ -64,7 +64,7 @@ def test_experts_widened_on_purpose_give_the_same_logits(data, packed):
 
 
 def test_widening_what_is_not_packed_is_refused(data):
-    with pytest.raises(ValueError, match="experts='bfloat16'.*are not packed"):
+    with pytest.raises(ValueError, match=r"experts='bfloat16'.*are not packed"):
         kimi_jax.load(data / "kimi-k3-random-bf16", experts="bfloat16")
 
 

@@ -23,7 +23,12 @@ Activation = Callable[[Array, Array], Array]
 
 def supports(x: Float[Array, "N D"], hidden: int) -> bool:
     """Whether these kernels can stand in: few bfloat16 tokens, widths in whole blocks."""
-    return x.shape[0] <= MOST_TOKENS and x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and hidden % 256 == 0
+    return x.shape[0] <= MOST_TOKENS and supports_widths(x, hidden)
+
+
+def supports_widths(x: Float[Array, "N D"], hidden: int) -> bool:
+    """Whether the widths and the dtype are those that the kernels, for few tokens and for many, are written for."""
+    return x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and hidden % 256 == 0
 
 
 def experts_few(

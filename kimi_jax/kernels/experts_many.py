@@ -121,7 +121,7 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
 
 
 def _block(pairs: int, experts: int) -> int:
-    """Rows of a block: twice what an expert gets on average, since the parts of the last block come in smaller sizes."""
+    """Rows of a block: twice what an expert gets on average, since an expert's last block may be smaller."""
     return max(32, min(128, pl.next_power_of_2(max(1, 2 * pairs // experts))))
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 GROUP = 16  # bytes, that is 32 weights, that share a scale
 
 # A byte widened to 16 bits, two to a register: a nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15
-# and its magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats
-# lose their leading one at exponent 0).
+# and its magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included:
+# both formats lose their leading one at exponent 0).
 SPREAD = "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
 NIBBLES = (
     "{{ .reg .b32 c; and.b32 c, $1, {mask}; mul.lo.u32 c, c, {factor}; and.b32 c, c, 0x81C081C0;"

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import Config
+from kimi_jax.kernels import delta_step
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
 from kimi_jax.ops import delta_rule
@@ -80,7 +81,7 @@ class KDA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
         heads = (BATCH, LENGTH, KDA_HEADS)
         mix = self.layout.per_shard(
-            partial(_mix_heads, lower_bound=self.config.gate_lower_bound, eps=self.config.rms_norm_eps),
+            partial(_mix, lower_bound=self.config.gate_lower_bound, eps=self.config.rms_norm_eps),
             [
                 heads, heads, heads, heads, (KDA_HEADS,), (KDA_HEADS,), (KDA_HEADS,),
                 (), CONV, RECURRENT, (BATCH,),
@@ -119,6 +120,15 @@ class FullRankKDA(KDA):
 
     def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         return project(x, self.g[...])
+
+
+def _mix(*arrays: Array, lower_bound: float | None, eps: float):
+    """`_mix_heads` in the form that is fastest where it runs: on CUDA one kernel for a token."""
+    op = partial(_mix_heads, lower_bound=lower_bound, eps=eps)
+    if not delta_step.supports(arrays[0]):
+        return op(*arrays)
+    kernel = partial(delta_step.mix_heads_step, lower_bound=lower_bound, eps=eps)
+    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=op)
 
 
 def _mix_heads(

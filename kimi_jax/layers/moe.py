@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from kimi_jax.config import MXFP4_GROUP, Config
 from kimi_jax.layers.mlp import activation
 from kimi_jax.layers.named import declare
-from kimi_jax.ops.experts import experts_grouped, experts_packed
+from kimi_jax.ops.experts import experts, experts_of_packed
 from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
 from kimi_jax.ops.norm import rms_norm
@@ -34,7 +34,7 @@ class MoE(nnx.Module):
     Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; Kimi Linear (arXiv 2510.26692).
     """
 
-    run_experts = staticmethod(experts_grouped)
+    run_experts = staticmethod(experts)
     bias_dtype: DTypeLike | None = None  # of the router's bias as the hub stores it; None: the model's
 
     def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
@@ -128,7 +128,7 @@ class PackedLatentMoE(LatentMoE):
     """LatentMoE with routed experts in MXFP4, as K3's checkpoint stores them: pairs of 4-bit values and block
     scales."""
 
-    run_experts = staticmethod(experts_packed)
+    run_experts = staticmethod(experts_of_packed)
 
     def _declare_experts(self, config: Config, dtype: DTypeLike) -> None:
         del dtype  # packed is packed, whatever the model computes in

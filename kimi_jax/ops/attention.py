@@ -6,12 +6,14 @@ positions, not who holds them: the caller says which position each cache slot ha
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.kernels import mla_decode
 from kimi_jax.ops.linear import project
 
 KEY_BLOCK = 256  # cache slots a step of the loop; bounds the scores held at once
@@ -34,14 +36,14 @@ class Keys(NamedTuple):
 
     rows: latent (kv_lora) and positional part of each slot of one stripe. The stripe's axis of size 1 stays: dropping
     it inside the decode loop makes XLA copy the whole cache (measured). position_of: global position of a slot.
-    query_positions: a query sees the keys at or before its own position. slots: how many leading slots any query may
-    need.
+    query_positions: a query sees the keys at or before its own position. lengths: how many leading slots a row's last
+    query may look at.
     """
 
     rows: Float[Array, "B 1 S Z"]
     position_of: Callable[[Int[Array, " C"]], Int[Array, " C"]]
     query_positions: Int[Array, "B T"]
-    slots: Int[Array, ""]
+    lengths: Int[Array, " B"]
 
 
 def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, scale: float) -> Partial:
@@ -50,10 +52,21 @@ def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, sca
         score_s = scale (q_h . row_s)        out = sum_s p_s row_s[:latent]
 
     query: W_UK^T q_nope beside q_pe, so that q . row = q_nope . k_nope + q_pe . k_pe; scale: (nope + rope)^-1/2.
-    out is in the latent space (V = latent): the caller applies W_UV. For few queries: it reads each row once for all heads.
+    out is in the latent space (V = latent): the caller applies W_UV. For few queries: a row is read once for all heads.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, weight absorption.
     """
+    op = partial(_attend_rows, keys, latent, scale)
+    if not mla_decode.supports(query, latent):
+        return op(query, keys.rows, keys.lengths)
+    kernel = partial(mla_decode.attend_absorbed_step, latent=latent, scale=scale)
+    part = jax.lax.platform_dependent(query, keys.rows, keys.lengths, cuda=kernel, default=lambda *a: tuple(op(*a)))
+    return Partial(*part)
+
+
+def _attend_rows(keys: Keys, latent: int, scale: float, query: Float[Array, "B T H Z"], rows: Array, lengths: Array):
+    """The absorbed form in plain XLA: rows and lengths are those of `keys`, passed as operands."""
+    keys = keys._replace(rows=rows, lengths=lengths)
     B, T, H, Z = query.shape
     flat = query.reshape(B, T * H, Z)
 
@@ -123,7 +136,7 @@ def _online_softmax(block: Callable, keys: Keys, shape: tuple[int, ...], dtype: 
         return new_top, total * keep + p.sum(-1), weighted * keep[..., None] + weigh(p.astype(dtype))
 
     start = (jnp.full(shape[:3], -jnp.inf), jnp.zeros(shape[:3]), jnp.zeros(shape))
-    top, total, weighted = jax.lax.fori_loop(0, (keys.slots + size - 1) // size, body, start)
+    top, total, weighted = jax.lax.fori_loop(0, (keys.lengths.max() + size - 1) // size, body, start)
     seen = total > 0
     safe_total = jnp.where(seen, total, 1.0)
     return Partial(

@@ -8,12 +8,14 @@ dequantises) one expert's weights, and the loop's bound is the number of blocks 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
+from kimi_jax.kernels import experts_few, experts_many
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.linear import project
 
@@ -94,6 +96,35 @@ def experts_packed(
         return gate_up, mxfp4.dequantise(down_packed[e], down_scale[e], x.dtype)
 
     return _over_blocks(x, chosen, weights, down_packed.shape[0], expert_weights, activation=activation, first=first)
+
+
+def experts(x, chosen, weights, gate_up, down, *, activation, first=0) -> Float32[Array, "N D"]:
+    """`experts_grouped` in the form that is fastest where it runs: on CUDA a kernel for few or for many tokens."""
+    run = partial(experts_grouped, activation=activation)
+    if not experts_few.supports_widths(x, down.shape[2]):
+        return run(x, chosen, weights, gate_up, down, first=first)
+    few = experts_few.supports(x, down.shape[2])
+    kernel = partial(experts_few.experts_few if few else experts_many.experts_many, activation=activation)
+    return _by_platform(kernel, run, first, x, chosen, weights, gate_up, down)
+
+
+def experts_of_packed(x, chosen, weights, *packed, activation, first=0) -> Float32[Array, "N D"]:
+    """`experts_packed` in the form that is fastest where it runs, like `experts`."""
+    run, hidden = partial(experts_packed, activation=activation), 2 * packed[2].shape[2]
+    if not experts_few.supports_widths(x, hidden):
+        return run(x, chosen, weights, *packed, first=first)
+    few = experts_few.supports(x, hidden)
+    kernel = experts_few.experts_few_packed if few else experts_many.experts_many_packed
+    return _by_platform(partial(kernel, activation=activation), run, first, x, chosen, weights, *packed)
+
+
+def _by_platform(kernel, op, first, *arrays):
+    return lax.platform_dependent(
+        jnp.int32(first),
+        *arrays,
+        cuda=lambda first, *arrays: kernel(*arrays, first=first),
+        default=lambda first, *arrays: op(*arrays, first=first),
+    )
 
 
 def _expert(

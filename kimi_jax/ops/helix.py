@@ -109,7 +109,7 @@ def helix_attention(
         cache,
         lambda slots: stripes.position(slots, stripe.rank, block, ranks),
         jnp.minimum(positions, ends[:, None] - 1),  # padded queries look at no more than real ones
-        stripes.local_length(ends, stripe.rank, block, ranks).max(),
+        stripes.local_length(ends, stripe.rank, block, ranks),
     )
     with jax.named_scope("attend"):
         if T == 1:
