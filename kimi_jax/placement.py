@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build
-from sharding_rules import SINGLE, Layout, axes
+from sharding_rules import SINGLE, Layout, axes, helix
 
 
 def declared(config: Config, layout: Layout, dtype: str) -> list[tuple[tuple, Parameter]]:
@@ -25,12 +25,13 @@ def held(layout: Layout, array: Any, names: tuple[str | None, ...]) -> int:
 
 
 def describe(layout: Layout) -> str:
-    """A layout in a few words: "tp=2 x cp=4 = 8 ranks, shard_qkv_a"."""
-    ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
-    words = [f"tp={layout.tp} x cp={layout.cp} = {ranks}"]
+    """A layout in a few words: "tp=2 x cp=4 = 8 ranks, shard_qkv_a", and each rule that is not helix's."""
+    usual = helix(layout.tp, layout.cp, shard_qkv_a=bool(layout.mesh_axes(axes.QKV_A)))
+    words = [f"tp={layout.tp} x cp={layout.cp} = {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"]
     words += ["shard_qkv_a"] if layout.mesh_axes(axes.QKV_A) else []
     words += ["pad_heads"] if layout.pad_heads else []
-    return ", ".join(words)
+    edited = [rule for rule, standard in zip(layout.rules, usual.rules, strict=True) if rule != standard]
+    return "; ".join([", ".join(words), *(f"{axis}: {', '.join(to) or 'replicated'}" for axis, to in edited)])
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:

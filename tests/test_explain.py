@@ -11,6 +11,7 @@ import pytest
 
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B, Config
 from kimi_jax.explain import explain, explain_command, explain_diff
+from kimi_jax.placement import describe
 from kimi_jax.plan import plan
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, helix
@@ -92,6 +93,15 @@ def test_a_diff_between_meshes_names_the_heads_and_the_exchange():
     assert [a.name for a, _ in diff.moved] == ["mla.q_b", "mla.k_b", "mla.v_b"]
     assert [(c.kind, c.ranks) for c in diff.added] == [("all-to-all", 8)]
     assert [(c.kind, c.ranks) for c in diff.dropped] == [("all-to-all", 4)]
+
+
+def test_an_edited_rule_is_named():
+    edited = helix(2, 4, pad_heads=True).replace(vocab="cp", latent_moe=("tp", "cp"), kda_heads=None)
+    assert describe(edited) == "tp=2 x cp=4 = 8 ranks, pad_heads; vocab: cp; kda_heads: replicated; latent_moe: tp, cp"
+    assert describe(SINGLE) == "tp=1 x cp=1 = 1 rank"
+    diff = explain_diff(explain(SMALL_K3, helix(2, 4)), explain(SMALL_K3, helix(2, 4).replace(latent_moe=("tp", "cp"))))
+    assert {a.name for a, _ in diff.moved} == {"moe.latent_down", "moe.latent_up"}
+    assert [(c.kind, c.over) for c in diff.added] == [("all-gather", "latent_moe"), ("all-reduce", "latent_moe")]
 
 
 def test_only_one_model_can_be_compared_with_itself():

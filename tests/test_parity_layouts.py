@@ -16,11 +16,12 @@ from kimi_jax.loading import random_model
 from kimi_jax.ops import helix as helix_op
 from kimi_jax.plan import plan
 from kimi_jax.runtime import Model
-from sharding_rules import axes, helix
+from sharding_rules import SINGLE, axes, helix
 from sharding_rules.layout import Layout
 from tests.checkpoints import making
 from tests.checkpoints.test_loading import write_raw
 from tests.layouts import (
+    CAPACITY,
     SMALL,
     SMALL_K3,
     check_parity,
@@ -29,7 +30,7 @@ from tests.layouts import (
     one_device,
     outcome,
     spread,
-)  # fmt: skip
+)
 
 BOTH = helix(2, 4, tokens_per_block=4)  # tp and cp above 1: the mesh on which an order can be wrong
 
@@ -114,6 +115,22 @@ def test_each_device_reads_its_part_once_and_holds_what_the_plan_says(data, layo
             held[shard.device] += shard.data.nbytes
     asked = plan(model.config, layout, batch=3, context=100, dtype=model.config.dtype)
     assert set(held.values()) == {asked.kv_cache + asked.kda_state + asked.conv_state}
+
+
+def test_every_way_to_a_state_splits_kda_heads_over_all_ranks():
+    model = spread(BOTH)
+    state = model.new_state(2, CAPACITY)
+    ways = {
+        8: [state, state.fork(), state.fork(2), state.row(1), state.to(helix(8, 1)), state.to(helix(1, 8))],
+        4: [state.to(helix(2, 2))],
+        1: [state.to(SINGLE)],
+    }
+    heads = SMALL.kda_num_heads
+    for ranks, states in ways.items():
+        for layer in (s.cache.layers[0] for s in states):
+            assert {shard.data.shape[1] for shard in layer.recurrent.addressable_shards} == {heads // ranks}
+            assert {shard.data.shape[2] for shard in layer.conv.addressable_shards} == {heads // ranks}
+            assert len(layer.recurrent.addressable_shards) == ranks
 
 
 def test_a_block_quantised_merged_projection_is_dequantised_onto_its_shards(tmp_path):

@@ -56,31 +56,15 @@ def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, sca
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2, weight absorption.
     """
-    op = partial(_attend_rows, keys, latent, scale)
+
+    def op(query: Float[Array, "B T H Z"], rows: Float[Array, "B 1 S Z"], lengths: Int[Array, " B"]):
+        heads_first = query.swapaxes(1, 2)
+        return tuple(_absorbed(heads_first, keys._replace(rows=rows, lengths=lengths), latent, scale))
+
     if not mla_decode.supports(query, latent):
-        return op(query, keys.rows, keys.lengths)
+        return Partial(*op(query, keys.rows, keys.lengths))
     kernel = partial(mla_decode.attend_absorbed_step, latent=latent, scale=scale)
-    part = jax.lax.platform_dependent(query, keys.rows, keys.lengths, cuda=kernel, default=lambda *a: tuple(op(*a)))
-    return Partial(*part)
-
-
-def _attend_rows(keys: Keys, latent: int, scale: float, query: Float[Array, "B T H Z"], rows: Array, lengths: Array):
-    """The absorbed form in plain XLA: rows and lengths are those of `keys`, passed as operands."""
-    keys = keys._replace(rows=rows, lengths=lengths)
-    B, T, H, Z = query.shape
-    flat = query.reshape(B, T * H, Z)
-
-    def block(rows: Float[Array, "B C Z"]):
-        scores = jnp.einsum("bmz,bcz->bmc", flat, rows, preferred_element_type=jnp.float32) * scale
-
-        def weigh(p: Float[Array, "B T H C"]):
-            p = p.reshape(B, T * H, -1)
-            out = jnp.einsum("bmc,bcr->bmr", p, rows[..., :latent], preferred_element_type=jnp.float32)
-            return out.reshape(B, T, H, latent)
-
-        return scores.reshape(B, T, H, -1), weigh
-
-    return _online_softmax(block, keys, (*query.shape[:3], latent), query.dtype)
+    return Partial(*jax.lax.platform_dependent(query, keys.rows, keys.lengths, cuda=kernel, default=op))
 
 
 def attend_expanded(
@@ -95,40 +79,84 @@ def attend_expanded(
 
         k_s = (W_UK lat_s, pe_s)   v_s = W_UV lat_s   score_s = scale (q . k_s)   out = sum_s p_s v_s
 
-    scale: (nope + rope)^-1/2. For many queries: fewer operations a query and key than the absorbed form.
+    scale: (nope + rope)^-1/2. For many queries: fewer operations a query and key than the absorbed form. Queries go in
+    tiles, each up to the last key that it may see; the tile's size is the platform's.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19, without the rotation.
     """
+
+    def tiled(q_nope, q_pe, rows, query_positions, *, tile: int, block: int):
+        held = keys._replace(rows=rows)
+        T = q_nope.shape[1]
+        if T <= tile:
+            return tuple(_expanded(q_nope, q_pe, held, query_positions, k_b, v_b, scale, block))
+        tiles = -(-T // tile)
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x, [(0, 0), (0, tiles * tile - T), *[(0, 0)] * (x.ndim - 2)], mode="edge")
+            return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(0, 1)
+
+        def one(part: tuple[Array, Array, Array]):
+            return tuple(_expanded(part[0], part[1], held, part[2], k_b, v_b, scale, block))
+
+        parts = jax.lax.map(one, (cut(q_nope), cut(q_pe), cut(query_positions)))
+        return tuple(x.swapaxes(0, 1).reshape(x.shape[1], tiles * tile, *x.shape[3:])[:, :T] for x in parts)
+
+    arrays = (q_nope, q_pe, keys.rows, keys.query_positions)
+    small, large = partial(tiled, tile=256, block=KEY_BLOCK), partial(tiled, tile=1024, block=4 * KEY_BLOCK)
+    return Partial(*jax.lax.platform_dependent(*arrays, cpu=small, default=large))
+
+
+def _absorbed(query: Float[Array, "B H T Z"], keys: Keys, latent: int, scale: float) -> Partial:
+    B, H, T, Z = query.shape
+    flat = query.reshape(B, H * T, Z)
+
+    def block(rows: Float[Array, "B C Z"]):
+        scores = jnp.einsum("bmz,bcz->bmc", flat, rows, preferred_element_type=jnp.float32) * scale
+
+        def weigh(p: Float[Array, "B H T C"]):
+            p = p.reshape(B, H * T, -1)
+            out = jnp.einsum("bmc,bcr->bmr", p, rows[..., :latent], preferred_element_type=jnp.float32)
+            return out.reshape(B, H, T, latent)
+
+        return scores.reshape(B, H, T, -1), weigh
+
+    return _online_softmax(block, keys, keys.query_positions, (B, H, T, latent), query.dtype, KEY_BLOCK)
+
+
+def _expanded(q_nope, q_pe, keys: Keys, query_positions, k_b, v_b, scale: float, size: int) -> Partial:
     latent = k_b.shape[-1]
+    q = jnp.concatenate([q_nope, q_pe], axis=-1).swapaxes(1, 2)  # [B, H, T, K+P]
 
     def block(rows: Float[Array, "B C Z"]):
         lat, pe = rows[..., :latent], rows[..., latent:]
-        k = project(lat, k_b)
-        v = project(lat, v_b)
-        scores = jnp.einsum("bthk,bchk->bthc", q_nope, k, preferred_element_type=jnp.float32)
-        scores += jnp.einsum("bthp,bcp->bthc", q_pe, pe, preferred_element_type=jnp.float32)
-        return scores * scale, lambda p: jnp.einsum("bthc,bchv->bthv", p, v, preferred_element_type=jnp.float32)
+        k, v = project(lat, k_b).swapaxes(1, 2), project(lat, v_b).swapaxes(1, 2)  # [B, H, C, K], [B, H, C, V]
+        k = jnp.concatenate([k, jnp.broadcast_to(pe[:, None], (*k.shape[:3], pe.shape[-1]))], axis=-1)
+        scores = jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * scale
+        return scores, lambda p: jnp.einsum("bhtc,bhcv->bhtv", p, v, preferred_element_type=jnp.float32)
 
-    return _online_softmax(block, keys, (*q_nope.shape[:3], v_b.shape[1]), q_nope.dtype)
+    shape = (*q.shape[:3], v_b.shape[1])
+    return _online_softmax(block, keys, query_positions, shape, q.dtype, size)
 
 
-def _online_softmax(block: Callable, keys: Keys, shape: tuple[int, ...], dtype: jnp.dtype) -> Partial:
-    """Fold the blocks of `keys` into one Partial: running maximum, sum and weighted values, all float32.
+def _online_softmax(
+    block: Callable, keys: Keys, query_positions: Int[Array, "B T"], shape: tuple[int, ...], dtype: jnp.dtype, size: int
+) -> Partial:
+    """Fold the blocks of `keys` into one Partial: running maximum, sum and weighted values, all float32, heads first.
 
-    block(rows) -> (scores, weigh): scores of a block of rows, and the function from weights to their weighted values.
+    block(rows) -> (scores [B, H, T, C], weigh): of a block of rows, and the function from weights to weighted values.
     """
-    size = min(KEY_BLOCK, keys.rows.shape[2])
-    last = keys.rows.shape[2] - size
+    slots = keys.rows.shape[2]
+    size = min(size, slots)
+    needed = (keys.position_of(jnp.arange(slots, dtype=jnp.int32)) <= query_positions.max()).sum(dtype=jnp.int32)
 
     def body(i, carry):
         top, total, weighted = carry
-        start = jnp.minimum(i * size, last)  # the last block may reach back into the one before: seen slots are masked
-        slots = start + jnp.arange(size, dtype=jnp.int32)
-        visible = (keys.position_of(slots)[None, None] <= keys.query_positions[..., None]) & (slots >= i * size)[
-            None, None
-        ]
+        start = jnp.minimum(i * size, slots - size)  # the last block may reach back: slots seen before are masked
+        here = start + jnp.arange(size, dtype=jnp.int32)
+        seen = (keys.position_of(here)[None, None] <= query_positions[..., None]) & (here >= i * size)[None, None]
         scores, weigh = block(jax.lax.dynamic_slice_in_dim(keys.rows, start, size, axis=2)[:, 0])
-        scores = jnp.where(visible[:, :, None, :], scores, -jnp.inf)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         safe_top = jnp.where(jnp.isneginf(new_top), 0.0, new_top)  # exp(-inf - -inf) is NaN
         p = jnp.exp(scores - safe_top[..., None])
@@ -136,10 +164,9 @@ def _online_softmax(block: Callable, keys: Keys, shape: tuple[int, ...], dtype: 
         return new_top, total * keep + p.sum(-1), weighted * keep[..., None] + weigh(p.astype(dtype))
 
     start = (jnp.full(shape[:3], -jnp.inf), jnp.zeros(shape[:3]), jnp.zeros(shape))
-    top, total, weighted = jax.lax.fori_loop(0, (keys.lengths.max() + size - 1) // size, body, start)
-    seen = total > 0
-    safe_total = jnp.where(seen, total, 1.0)
-    return Partial(
-        jnp.where(seen[..., None], weighted / safe_total[..., None], 0.0),
-        jnp.where(seen, top + jnp.log(safe_total), -jnp.inf),
-    )
+    top, total, weighted = jax.lax.fori_loop(0, (needed + size - 1) // size, body, start)
+    some = total > 0
+    safe_total = jnp.where(some, total, 1.0)
+    out = jnp.where(some[..., None], weighted / safe_total[..., None], 0.0)
+    lse = jnp.where(some, top + jnp.log(safe_total), -jnp.inf)
+    return Partial(out.swapaxes(1, 2), lse.swapaxes(1, 2))
