@@ -24,7 +24,7 @@ from kimi_jax.config import Config
 from kimi_jax.initialise import key_of
 from kimi_jax.placement import declared, held
 from kimi_jax.runtime import Model, born
-from kimi_jax.sampling import Greedy
+from kimi_jax.sampling import Temperature
 from kimi_jax.state import State, cache_shapes
 from kimi_jax.version import __version__
 from sharding_rules import SINGLE
@@ -114,7 +114,10 @@ def measure_machine(dtype: str) -> Machine:
 
 
 def time_decode(model: Model, machine: Machine, batch: int, context: int, capacity: int) -> Row:
-    """Decode steps of `batch` rows that hold `context` tokens each, in bursts on the device."""
+    """Decode steps of `batch` rows that hold `context` tokens each, in bursts on the device.
+
+    Tokens are sampled: greedy rows of random weights soon repeat one token, and would share their experts.
+    """
     seeds, live = np.arange(batch, dtype=np.uint32), np.ones(batch, bool)
     stops = np.full(8, -1, np.int32)
     state = filled_state(model, batch, context, capacity)
@@ -123,7 +126,7 @@ def time_decode(model: Model, machine: Machine, batch: int, context: int, capaci
 
     def burst() -> None:
         nonlocal state, token
-        state, done = model.burst(state, token, live, Greedy(), seeds, 0, stops, BURST)
+        state, done = model.burst(state, token, live, Temperature(1.0), seeds, 0, stops, BURST)
         assert int(done.steps) == BURST, "logits were not finite"
         token = done.token
 

@@ -21,6 +21,7 @@ from kimi_jax import estimate, tables
 from kimi_jax.checkpoints.report import human, peak_resident
 from kimi_jax.collectives import Found, differences, needed, part_of, read
 from kimi_jax.config import Config
+from kimi_jax.ops.attention import KEY_BLOCK
 from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.plan import Plan, plan
 from kimi_jax.runtime import Model
@@ -97,6 +98,7 @@ def check(plan: Plan, *, length: int = 1, devices: Any = None) -> Check:
     memory = compiled.memory_analysis()
     wanted = needed(plan.config, plan.layout, plan.dtype, one_token=length == 1)
     lengths = plan.batch * (length + 2) * 4  # tokens, counts and the cache's lengths, int32 on each device
+    tile = KEY_BLOCK if model.mesh.devices.flat[0].platform == "cpu" else estimate.TILE
     kept = plan.weights + plan.kv_cache + plan.kda_state + plan.conv_state
     return Check(
         length,
@@ -105,7 +107,7 @@ def check(plan: Plan, *, length: int = 1, devices: Any = None) -> Check:
         arguments=memory.argument_size_in_bytes,
         planned=kept + lengths - _unread(plan),
         temporary=memory.temp_size_in_bytes,
-        estimated=estimate.step(plan.config, plan.layout, plan.batch, length, plan.dtype),
+        estimated=estimate.step(plan.config, plan.layout, plan.batch, length, plan.dtype, tile=tile),
         seconds=seconds,
         peak_resident=peak_resident(),
     )

@@ -13,6 +13,7 @@ from kimi_jax.ops.attention import KEY_BLOCK
 from sharding_rules import Layout, axes
 
 FLOAT32 = 4
+TILE = 4 * KEY_BLOCK  # queries, and keys, that prefill attention takes at once on accelerators
 DELTA_CHUNK = 64  # tokens that the chunked delta rule takes at once
 
 
@@ -22,13 +23,16 @@ def activations(config: Config, layout: Layout, batch: int, context: int, dtype:
     return max(prefill, step(config, layout, batch, 1, dtype))
 
 
-def step(config: Config, layout: Layout, batch: int, length: int, dtype: str) -> int:
-    """Bytes of the activations of a step of `batch` x `length` tokens: stream + largest part + logits."""
+def step(config: Config, layout: Layout, batch: int, length: int, dtype: str, *, tile: int = TILE) -> int:
+    """Bytes of the activations of a step of `batch` x `length` tokens: stream + largest part + logits.
+
+    tile: queries, and keys, that prefill attention takes at once; TILE on accelerators, KEY_BLOCK on CPUs.
+    """
     tokens, size = batch * length, jnp.dtype(dtype).itemsize
     blocks = -(-config.num_hidden_layers // config.attn_res_block_size) if config.attn_res_block_size else 0
     # The stream, its normed copy and what a part adds to it; attention residuals keep one sum a block beside them.
     stream = tokens * config.hidden_size * ((3 + blocks) * size + FLOAT32)
-    parts = [_mla(config, layout, batch, length, size), _kda(config, layout, tokens, length, size)]
+    parts = [_mla(config, layout, batch, length, size, tile), _kda(config, layout, tokens, length, size)]
     if config.first_k_dense_replace:
         parts.append(_dense(config, layout, tokens, size))
     if config.first_k_dense_replace < config.num_hidden_layers:
@@ -37,16 +41,17 @@ def step(config: Config, layout: Layout, batch: int, length: int, dtype: str) ->
     return stream + max(parts) + logits + logits // layout.shards(axes.VOCAB)
 
 
-def _mla(config: Config, layout: Layout, batch: int, length: int, size: int) -> int:
-    """Queries, scores of one block of keys and their weights, the running sums, the packed exchange."""
+def _mla(config: Config, layout: Layout, batch: int, length: int, size: int, tile: int) -> int:
+    """Queries, the packed exchange; for a tile of queries the scores of a block of keys, their weights, the sums."""
     heads = attention_heads(config, layout) // layout.shards(axes.HEADS)
     absorbed = length == 1
     width = config.kv_lora_rank if absorbed else config.v_head_dim
     query = (config.kv_lora_rank if absorbed else 0) + config.qk_head_dim
-    scores = KEY_BLOCK * (2 * FLOAT32 + size)
-    a_token = heads * (query * size + scores + 2 * width * FLOAT32 + 2 * (width + 1) * FLOAT32)
-    expanded = 0 if absorbed else batch * KEY_BLOCK * heads * (config.qk_nope_head_dim + width) * size
-    return batch * length * a_token + expanded
+    keys = KEY_BLOCK if absorbed else tile
+    a_query = 2 * query * size + 3 * (width + 1) * FLOAT32
+    in_tile = keys * (2 * FLOAT32 + size) + 2 * width * FLOAT32
+    a_key = 0 if absorbed else (config.qk_head_dim + width) * size
+    return batch * heads * (length * a_query + min(length, tile) * in_tile + keys * a_key)
 
 
 def _kda(config: Config, layout: Layout, tokens: int, length: int, size: int) -> int:

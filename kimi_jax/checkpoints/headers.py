@@ -59,8 +59,6 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for name in sorted(set(weight_map.values())):
         for stored in read_header(_shard_path(folder, name, index)):
-            if stored.name in tensors:
-                raise ValueError(f"tensor {stored.name} is in two files: {tensors[stored.name].file}, {stored.file}")
             if weight_map.get(stored.name) != name:
                 where = weight_map.get(stored.name, "no file")
                 raise ValueError(f"{stored.file}: holds tensor {stored.name}, which {index} says is in {where}")

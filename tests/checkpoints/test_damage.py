@@ -65,11 +65,15 @@ def fails(folder: Path, trees, *words: str) -> None:
         assert word in message, message
 
 
-@pytest.mark.parametrize("kept", [0, 5, 8, 100, -1, -1000])
-def test_a_truncated_shard(folder, trees, kept):
+@pytest.mark.parametrize(
+    "kept, word",
+    [(0, "cannot be in a file of 0 bytes"), (5, "in a file of 5 bytes"), (8, "in a file of 8 bytes"),
+     (100, "in a file of 100 bytes"), (-1, "truncated: tensor"), (-1000, "truncated: tensor")],
+)  # fmt: skip
+def test_a_truncated_shard(folder, trees, kept, word):
     file = folder / LAST
     file.write_bytes(file.read_bytes()[:kept])
-    fails(folder, trees, str(file), "truncated")
+    fails(folder, trees, str(file), word)
 
 
 def test_a_shard_with_bytes_too_many(folder, trees):
@@ -175,7 +179,7 @@ def test_two_shards_with_the_same_tensor(folder, trees):
     begin, end = source[O_PROJ]["data_offsets"]
     header[O_PROJ] = source[O_PROJ] | {"data_offsets": [len(data), len(data) + end - begin]}
     assemble(other, header, data + values[begin:end])
-    fails(folder, trees, O_PROJ, str(other))
+    fails(folder, trees, f"{other}: holds tensor {O_PROJ}, which", f"says is in {file.name}")
 
 
 def test_two_spellings_of_the_same_tensor(tmp_path, arrays, trees):

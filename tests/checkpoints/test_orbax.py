@@ -180,6 +180,15 @@ def test_a_folder_of_other_things_is_not_saved_into(saved, tiny):
         orbax.save_params(path, config, params, progress=False)
 
 
+def test_the_highest_number_counts(saved):
+    path, config, params = saved
+    for number in ("9", "10"):
+        shutil.copytree(path / "1", path / number)
+    assert folders.locate(path) == path / "10"
+    orbax.save_params(path, config, params, progress=False)
+    assert [entry.name for entry in path.iterdir()] == ["11"]
+
+
 def test_numbered_folders_of_someone_else_are_left_alone(saved):
     path, config, params = saved
     (path / "0").mkdir()

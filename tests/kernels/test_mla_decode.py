@@ -19,7 +19,7 @@ def test_decode_kernel_equals_absorbed_attention(heads, splits, sharpness):
     query = jnp.asarray(r.normal(size=(3, 1, heads, R + P)) * sharpness, jnp.bfloat16)
     rows = jnp.asarray(r.normal(size=(3, 1, S, R + P)), jnp.bfloat16)
     lengths = jnp.asarray(LENGTHS)
-    keys = Keys(rows.astype(jnp.float32), lambda slots: slots, (lengths - 1)[:, None], jnp.max(lengths))
+    keys = Keys(rows.astype(jnp.float32), lambda slots: slots, (lengths - 1)[:, None], lengths)
     want = attend_absorbed(query.astype(jnp.float32), keys, R, 0.1)
 
     # What lies behind a row's length is nobody's business.
