@@ -9,8 +9,10 @@ from typing import Any
 from kimi_jax import config
 from kimi_jax.checkpoints.states import load_state, save_state
 from kimi_jax.config import Config
+from kimi_jax.explain import Explanation, explain, explain_diff
 from kimi_jax.generate import Completion, Piece, generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
+from kimi_jax.plan import Plan, layouts_that_fit, plan
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, MinP, Temperature, TopK, TopP
 from kimi_jax.state import State
@@ -22,19 +24,25 @@ __all__ = [
     "KIMI_LINEAR_48B",
     "Completion",
     "Config",
+    "Explanation",
     "Greedy",
     "MinP",
     "Model",
     "Piece",
+    "Plan",
     "State",
     "Temperature",
     "TopK",
     "TopP",
     "__version__",
+    "explain",
+    "explain_diff",
     "export_safetensors",
     "generate",
+    "layouts_that_fit",
     "load",
     "load_state",
+    "plan",
     "random_model",
     "save",
     "save_state",

@@ -9,7 +9,7 @@ from kimi_jax.config import Config
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command -> its exit status. A ValueError of the library is printed as one line, status 2."""
-    parser = argparse.ArgumentParser(prog="python -m kimi_jax", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m kimi_jax", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (about, arguments, run) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
@@ -154,8 +154,56 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default="kimi-linear-48b", help="kimi-linear-48b, kimi-k3, a folder or config.json")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--fits", metavar="DEVICE", help="list the layouts that fit A100, H100, H200 or B200")
+    parser.add_argument("--max-ranks", type=int, default=64, help="most ranks that --fits looks at")
+    parser.add_argument("--compile", action="store_true", help="check the formula against the compiled decode step")
+    parser.add_argument("--json", action="store_true")
+    add_layout(parser)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from kimi_jax.compile_check import compile_command
+    from kimi_jax.plan import fits_command, plan_command
+
+    config, layout = config_of(args.config), layout_of(args)
+    sizes = dict(batch=args.batch, context=args.context, dtype=args.dtype, as_json=args.json)
+    if args.fits:
+        print(fits_command(config, args.fits, layout=layout, max_ranks=args.max_ranks, **sizes))
+    else:
+        print((compile_command if args.compile else plan_command)(config, layout, **sizes))
+
+
+def _explain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", default="kimi-linear-48b", help="kimi-linear-48b, kimi-k3, a folder or config.json")
+    parser.add_argument(
+        "--diff", metavar="TP,CP[,shard]", help="what changes on another mesh, ',shard' with shard_qkv_a"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--json", action="store_true")
+    add_layout(parser)
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from kimi_jax.explain import explain_command
+    from sharding_rules import helix
+
+    other = None
+    if args.diff:
+        tp, cp, *shard = args.diff.split(",")
+        other = helix(int(tp), int(cp), shard_qkv_a=shard == ["shard"], tokens_per_block=args.tokens_per_block)
+    config, layout = config_of(args.config), layout_of(args)
+    print(explain_command(config, layout, other=other, dtype=args.dtype, as_json=args.json))
+
+
 COMMANDS: dict[str, Command] = {
     "generate": ("continue a prompt", _generate_arguments, _generate),
+    "plan": ("bytes and collectives of a layout, with no device", _plan_arguments, _plan),
+    "explain": ("where every weight lives, and why", _explain_arguments, _explain),
     "bench": ("time prefill and decode beside what the machine allows", _bench_arguments, _bench),
 }
 

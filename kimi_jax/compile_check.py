@@ -28,6 +28,7 @@ from kimi_jax.runtime import Model
 from sharding_rules import Layout
 
 ROOT = Path(__file__).parents[1]
+CACHE = "jax_compilation_cache_dir"
 WAIT = 3600  # seconds for the other process
 # Nothing will run, so the machine code may be poor; sharding, fusion and buffers are decided before.
 QUICKLY = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -38,9 +39,9 @@ class Check:
     """What the compiled step says beside what the plan says.
 
     collectives: those in the step's text. differences: where they are not what the formula says, in words. arguments:
-    bytes a device that the step takes in, `planned` by the plan. temporary: bytes a device that XLA holds besides,
-    `estimated` for a step of this length. seconds: to lower and compile. peak_resident: bytes that the compiling
-    process held at most.
+    bytes a device that the step takes in, `planned` by the plan. temporary: bytes a device that XLA holds besides
+    (its CPU backend also widens bfloat16 weights), `estimated` for a step of this length. seconds: to lower and
+    compile. peak_resident: bytes that the compiling process held at most.
     """
 
     length: int
@@ -81,7 +82,7 @@ class Check:
             [
                 f"compiled a step of {tokens} in {self.seconds:.1f} s; peak memory {human(self.peak_resident)}",
                 f"  takes in     {self.arguments:,} bytes a device, {same}",
-                f"  temporary    {human(self.temporary)} a device; estimated activations {human(self.estimated)}",
+                f"  temporary    {human(self.temporary)} (CPUs widen bfloat16); estimated {human(self.estimated)}",
                 f"  collectives  {len(self.collectives)}, {verdict}",
                 *(f"    {line}" for line in self.differences),
             ]
@@ -120,7 +121,7 @@ def check_apart(plan: Plan, *, length: int = 1) -> Check:
     """
     job = {
         "config": plan.config.to_hf(), "layout": layout_json(plan.layout), "batch": plan.batch, "context": plan.context,
-        "dtype": plan.dtype, "length": length, "cache": jax.config.jax_compilation_cache_dir,
+        "dtype": plan.dtype, "length": length, "cache": getattr(jax.config, CACHE),
     }  # fmt: skip
     code = "\n".join(
         [
@@ -142,7 +143,7 @@ def answer() -> None:
     """The other process: a job on standard input, its Check as one line of JSON on standard output."""
     job = json.load(sys.stdin)
     if job["cache"]:
-        jax.config.update("jax_compilation_cache_dir", job["cache"])
+        jax.config.update(CACHE, job["cache"])
     rules = tuple((name, tuple(to)) for name, to in job["layout"].pop("rules").items())
     made = plan(
         Config.from_hf(job["config"]), Layout(rules=rules, **job["layout"]), batch=job["batch"], context=job["context"],

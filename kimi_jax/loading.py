@@ -6,7 +6,6 @@ Nothing is allocated before the configuration, the layout and the room on the de
 import dataclasses
 import math
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ SHIPPED = ASSETS / "kimi-linear-tiny"
 
 
 def load(
-    path: str | PathLike[str] | None = None,
+    path: str | Path | None = None,
     *,
     layout: Layout | None = None,
     dtype: str | None = None,
@@ -65,7 +64,7 @@ def load(
     return model if experts is None else _with_wide_experts(model, jnp.dtype(experts))
 
 
-def save(model: Model, path: str | PathLike[str], *, progress: bool = True, wait: bool = True) -> orbax.Saving:
+def save(model: Model, path: str | Path, *, progress: bool = True, wait: bool = True) -> orbax.Saving:
     """Save the parameters with orbax, layout-free: `load` puts them onto any other layout.
 
     A save is whole or not there: killed at any moment it leaves the one before. wait: False returns while files are
@@ -78,7 +77,7 @@ def save(model: Model, path: str | PathLike[str], *, progress: bool = True, wait
 
 
 def export_safetensors(
-    model: Model, path: str | PathLike[str], *, shard_size: str | int = "5GB", progress: bool = True
+    model: Model, path: str | Path, *, shard_size: str | int = "5GB", progress: bool = True
 ) -> list[Path]:
     """Write the parameters as the hub has them, names, dtypes and tokenizer files included -> the weight files.
 

@@ -35,7 +35,7 @@ def main(job: dict[str, Any]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job["dtype"])
     if job.get("checkpoint"):
-        model = KimiLinearForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).to(device).eval()
+        model = KimiLinearForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).to(device).eval()  # pyright: ignore[reportArgumentType]
     else:
         torch.set_default_dtype(dtype)
         with torch.device(device):

@@ -121,9 +121,9 @@ def _mix_head(
     outs = []
     for i, tile in enumerate(tiles):
         following = state_ref[row, h, :, tiles[i + 1]] if i + 1 < len(tiles) else None
-        update = beta * (parts[i] - jnp.sum(k_read * state, axis=0))
+        update = beta * (parts[i] - jnp.sum(k_read * state, axis=0))  # pyright: ignore[reportOperatorIssue]
         out = jnp.sum(q_read * state, axis=0) + overlap * update
-        new_state_ref[row, h, :, tile] = decay[:, None] * state + k[:, None] * update[None, :]
+        new_state_ref[row, h, :, tile] = decay[:, None] * state + k[:, None] * update[None, :]  # pyright: ignore[reportOperatorIssue]
         outs.append(jnp.where(live, out, 0.0).astype(dtype).astype(jnp.float32))
         state = following
 

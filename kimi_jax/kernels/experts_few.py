@@ -57,7 +57,7 @@ def experts_few(
     wide = x.shape[0] <= 8  # measured on an H200: the wider tile is the faster one for a token, the narrower for 32
     blocks = blocks or ((64, 128, 64, 128) if wide else (64, 64, 64, 64))
     stages = stages or (4 if wide else 5)
-    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, blocks, stages, warps, interpret)
+    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
 
 
 def experts_few_packed(
@@ -82,7 +82,7 @@ def experts_few_packed(
     """
     E, _, F, half = gate_up_packed.shape
     packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
-    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, blocks, stages, warps, interpret)
+    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
 
 
 def _run(x, chosen, weights, first, gate_up, down, sizes, activation, blocks, stages, warps, interpret):

@@ -45,7 +45,7 @@ def experts_many(
     block = block or _block(chosen.size, E)
     blocks = blocks or ((128, 64, 256, 64) if block > 64 else (64, 128, 64, 128))
     warps = warps or (8 if block > 64 else 4)
-    return _run(
+    return _run(  # pyright: ignore[reportReturnType]
         x,
         chosen,
         weights,
@@ -84,7 +84,7 @@ def experts_many_packed(
     """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
     E, _, F, half = gate_up_packed.shape
     packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
-    return _run(
+    return _run(  # pyright: ignore[reportReturnType]
         x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret
     )
 

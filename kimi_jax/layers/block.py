@@ -35,7 +35,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], cache: LayerCache, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """attention(RMS(x)) and the layer's new cache."""
-        return self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)
+        return self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)  # pyright: ignore[reportArgumentType]
 
     def feed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """ffn(RMS(x))."""

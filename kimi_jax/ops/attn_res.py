@@ -27,7 +27,7 @@ def attn_res(
     query = norm.astype(jnp.float32) * proj.astype(jnp.float32)
     shares = jax.nn.softmax(jnp.stack([_score(source, query, eps) for source in sources]), axis=0)
     mix = sum(share[..., None] * source.astype(jnp.float32) for share, source in zip(shares, sources, strict=True))
-    return mix.astype(h.dtype)
+    return mix.astype(h.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _score(source: Float[Array, "B T D"], query: Float32[Array, "D"], eps: float) -> Float32[Array, "B T"]:

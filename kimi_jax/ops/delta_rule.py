@@ -86,7 +86,7 @@ def delta_scan(
     """`delta_step` for each of T tokens, one after the other. Returns (out, the last state)."""
 
     def step(state, token):
-        out, state = delta_step(*token, state)
+        out, state = delta_step(*token, state)  # pyright: ignore[reportCallIssue]
         return state, out
 
     state, out = lax.scan(step, state, tuple(jnp.swapaxes(x, 0, 1) for x in (q, k, v, g, beta)))

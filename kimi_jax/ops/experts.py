@@ -71,7 +71,7 @@ def experts_grouped(
         (gate_up_of_all, down_of_all), e = lax.optimization_barrier(((gate_up, down), e))
         return gate_up_of_all[e], down_of_all[e]
 
-    return _over_blocks(x, chosen, weights, down.shape[0], expert_weights, activation=activation, first=first)
+    return _over_blocks(x, chosen, weights, down.shape[0], expert_weights, activation=activation, first=first)  # pyright: ignore[reportReturnType]
 
 
 def experts_packed(
@@ -95,7 +95,7 @@ def experts_packed(
         gate_up = mxfp4.dequantise(gate_up_packed[e], gate_up_scale[e], x.dtype)
         return gate_up, mxfp4.dequantise(down_packed[e], down_scale[e], x.dtype)
 
-    return _over_blocks(x, chosen, weights, down_packed.shape[0], expert_weights, activation=activation, first=first)
+    return _over_blocks(x, chosen, weights, down_packed.shape[0], expert_weights, activation=activation, first=first)  # pyright: ignore[reportReturnType]
 
 
 def experts(x, chosen, weights, gate_up, down, *, activation, first=0) -> Float32[Array, "N D"]:
@@ -156,7 +156,7 @@ def _over_blocks(x, chosen, weights, num_experts, expert_weights, *, activation,
         e = jnp.sum(last_block <= b, dtype=jnp.int32)
         row = first_row[e] + (b - (last_block[e] - blocks[e])) * rows
         tokens_of_rows = lax.dynamic_slice_in_dim(padded_order, row, rows) // top_k
-        result = _expert(x[tokens_of_rows], *expert_weights(e), activation)
+        result = _expert(x[tokens_of_rows], *expert_weights(e), activation)  # pyright: ignore[reportCallIssue]
         # Rows past the end of this expert belong to the next block, which comes later and overwrites them.
         return lax.dynamic_update_slice_in_dim(outputs, result, row, axis=0)
 
