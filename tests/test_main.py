@@ -1,0 +1,39 @@
+"""The command line: each command does what the library call does, and a ValueError is one line and status 2."""
+
+import json
+
+import pytest
+
+from kimi_jax.__main__ import COMMANDS, main
+
+
+def test_every_command_explains_itself(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        assert COMMANDS[command][0] in " ".join(capsys.readouterr().out.split())
+
+
+def test_generate_prints_prompt_and_continuation(capsys):
+    assert main(["generate", "--prompt", "In the beginning", "--max-new-tokens", "7", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == "In the beginning of the\n"
+
+
+def test_plan_prints_bytes_and_json(capsys):
+    assert main(["plan", "--config", "kimi-k3", "--cp", "16", "--context", "1048576", "--batch", "8", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text)
+    assert "110117616760" in text.replace(",", "")
+
+
+def test_explain_names_what_a_change_of_layout_gains(capsys):
+    assert main(["explain", "--config", "kimi-k3", "--cp", "16", "--diff", "1,16,shard"]) == 0
+    assert "-681,246,720" in capsys.readouterr().out
+
+
+def test_a_layout_that_does_not_fit_is_one_line_and_status_2(capsys):
+    assert main(["plan", "--config", "kimi-k3", "--cp", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "tp * cp in {1, 2, 4, 8, 16, 32} is valid" in error
+    assert error.count("\n") == 1
