@@ -300,6 +300,41 @@ def test_loading_holds_the_checkpoint_and_little_more(tmp_path, spread):
     assert grown <= total + largest + (32 << 20), (spread, grown, total, largest)
 
 
+MODEL_MEMORY = """
+import gc, sys
+import kimi_jax
+
+def status(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+kimi_jax.load(progress=False)  # what the libraries themselves take is not counted
+before = status("VmRSS")
+model = kimi_jax.load(sys.argv[1], progress=False)
+peak, held = status("VmHWM") - before, sum(model.report.bytes_per_device.values())
+largest = max(leaf.nbytes for leaf in __import__("jax").tree.leaves(model.params))
+del model
+gc.collect()
+print(peak, held, largest, status("VmRSS") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_512_mb_stays_within_its_bound_and_del_gives_it_back(tmp_path):
+    """Peak: the checkpoint, twice its largest stacked parameter and 64 MB; afterwards less than an eighth stays."""
+    config = making.small(hidden_size=512, num_experts=160, moe_intermediate_size=512, vocab_size=4096)
+    folder = making.write(tmp_path, config, making.hub_arrays(config, BF16), shards=3)
+    done = subprocess.run(
+        [sys.executable, "-c", MODEL_MEMORY, str(folder)], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    peak, held, largest, left = map(int, done.stdout.split())
+    assert held > 480 << 20
+    assert peak <= held + 2 * largest + (64 << 20)
+    assert left < held // 8
+
+
 def test_the_hub_names_are_spelled_in_one_file():
     package = Path(names.__file__).parents[1]
     spelled = ("self_attn", "block_sparse_moe", "_proj.weight", "embed_tokens", "layernorm", "language_model")
