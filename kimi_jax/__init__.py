@@ -9,10 +9,10 @@ from typing import Any
 from kimi_jax import config
 from kimi_jax.checkpoints.states import load_state, save_state
 from kimi_jax.config import Config
-from kimi_jax.explain import Explanation, explain, explain_diff
 from kimi_jax.generate import Completion, Piece, generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
-from kimi_jax.plan import Plan, layouts_that_fit, plan
+from kimi_jax.planning.explain import Explanation, explain, explain_diff
+from kimi_jax.planning.plan import Plan, layouts_that_fit, plan
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, MinP, Temperature, TopK, TopP
 from kimi_jax.state import State

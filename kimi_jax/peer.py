@@ -29,8 +29,8 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(job: dict[str, Any]) -> None:
     """Build the model and print its times."""
-    import torch
-    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]  (the parity extra)
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM  # pyright: ignore[reportMissingImports]  (the parity extra)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job["dtype"])

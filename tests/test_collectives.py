@@ -4,10 +4,10 @@ import functools
 
 import pytest
 
-from kimi_jax.collectives import Collective, Found, differences, needed, part_of, read
-from kimi_jax.compile_check import compile_step
 from kimi_jax.config import KIMI_K3, Config
 from kimi_jax.layers import mla
+from kimi_jax.planning.collectives import Collective, Found, differences, needed, part_of, read
+from kimi_jax.planning.compile_check import compile_step
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, Layout, axes, helix
 from tests.layouts import BATCH, CAPACITY, LENGTH, SMALL, SMALL_K3, name

@@ -21,20 +21,9 @@ FLOORS = [
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime", "steps", "loading"},
-    {
-        "rows",
-        "generate",
-        "plan",
-        "explain",
-        "estimate",
-        "collectives",
-        "compile_check",
-        "tables",
-        "placement",
-        "devices",
-    },
+    {"rows", "generate", "planning"},
     {"parity", "bench", "peer", "draw", "testing"},
-    {"__main__", "__init__"},
+    {"commands", "__main__", "__init__"},
 ]
 MESH_WORDS = {"PartitionSpec", "NamedSharding", "Mesh", "AbstractMesh", "make_mesh"}
 MESH_AXES = {"tp", "cp"}
@@ -159,7 +148,7 @@ def kimi_jax_spells_no_mesh(module: Module) -> list[str]:
     if module.package != "kimi_jax":
         return []
     found = [f"line {line}: {word}" for line, word in words(module) if word in MESH_WORDS]
-    if module.part != "__main__":  # its options are called --tp and --cp
+    if module.part not in ("commands", "__main__"):  # its options are called --tp and --cp
         found += [f"line {line}: {text!r}" for line, text in strings(module) if text in MESH_AXES]
     return found
 
@@ -252,7 +241,7 @@ LONG = "def f():\n    '''doc'''\n" + "    x = 1\n" * 74
         (kimi_jax_spells_no_mesh, "kimi_jax.runtime", "mesh = jax.make_mesh((1, 1), names)"),
         (kimi_jax_spells_no_mesh, "kimi_jax.__main__", "def f(mesh: jax.sharding.Mesh): ..."),
         (kimi_jax_spells_no_mesh, "kimi_jax.ops.helix", "jax.lax.psum(x, 'cp')"),
-        (kimi_jax_spells_no_mesh, "kimi_jax.plan", "size = mesh.shape['tp']"),
+        (kimi_jax_spells_no_mesh, "kimi_jax.planning.plan", "size = mesh.shape['tp']"),
         (jit_lives_in_runtime, "kimi_jax.generate", "import jax\nstep = jax.jit(f)"),
         (jit_lives_in_runtime, "kimi_jax.layers.kda", "from flax import nnx\n@nnx.jit\ndef f(): ..."),
         (jit_lives_in_runtime, "sharding_rules.layout", "from jax import jit"),

@@ -14,7 +14,7 @@ import kimi_jax
 from kimi_jax.config import Config
 from kimi_jax.loading import random_model
 from kimi_jax.ops import helix as helix_op
-from kimi_jax.plan import plan
+from kimi_jax.planning.plan import plan
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, axes, helix
 from sharding_rules.layout import Layout

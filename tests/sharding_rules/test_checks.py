@@ -9,7 +9,7 @@ import pytest
 import kimi_jax
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B
 from kimi_jax.model import guard, sizes
-from kimi_jax.plan import plan
+from kimi_jax.planning.plan import plan
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, Size, axes, check, helix, misfits, valid_meshes
 from tests.layouts import SMALL, SMALL_K3

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kimi_jax.collectives import read
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.mla import LatentCache, LowRankMLA
 from kimi_jax.ops.linear import project
+from kimi_jax.planning.collectives import read
 from sharding_rules import SINGLE, helix, logical_to_rank_major, rank_major_to_logical
 from sharding_rules.axes import EMBED, QKV_A
 from tests.layouts import SMALL

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kimi_jax import estimate, tables
 from kimi_jax.checkpoints.report import human, peak_resident
-from kimi_jax.collectives import Found, differences, needed, part_of, read
 from kimi_jax.config import Config
 from kimi_jax.ops.attention import KEY_BLOCK
-from kimi_jax.placement import declared, describe, held, layout_json
-from kimi_jax.plan import Plan, plan
+from kimi_jax.planning import estimate, tables
+from kimi_jax.planning.collectives import Found, differences, needed, part_of, read
+from kimi_jax.planning.placement import declared, describe, held, layout_json
+from kimi_jax.planning.plan import Plan, plan
 from kimi_jax.runtime import Model
 from sharding_rules import Layout
 
@@ -128,7 +128,7 @@ def check_apart(plan: Plan, *, length: int = 1) -> Check:
             f"import os, sys; sys.path.insert(0, {str(ROOT)!r})",
             f"os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + {QUICKLY!r}",
             f"import kimi_jax; kimi_jax.simulate_devices({plan.layout.ranks})",
-            "from kimi_jax.compile_check import answer; answer()",
+            "from kimi_jax.planning.compile_check import answer; answer()",
         ]
     )
     done = subprocess.run(

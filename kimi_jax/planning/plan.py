@@ -1,7 +1,7 @@
 """`plan`: what a model under a layout takes on each device and sends between them, without a device or a weight.
 
 Bytes of weights and states are exact: they are the shard shapes of what the model declares. Activations are an
-estimate, collectives follow formulas; `kimi_jax.compile_check` holds both against the compiled step.
+estimate, collectives follow formulas; `kimi_jax.planning.compile_check` holds both against the compiled step.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_jax import estimate, tables
 from kimi_jax.checkpoints.report import human
-from kimi_jax.collectives import Collective, needed
 from kimi_jax.config import Config
-from kimi_jax.devices import DEVICES, GIB, usable
 from kimi_jax.layers.mla import LatentCache
 from kimi_jax.model import guard, sizes
-from kimi_jax.placement import declared, describe, held, layout_json
+from kimi_jax.planning import estimate, tables
+from kimi_jax.planning.collectives import Collective, needed
+from kimi_jax.planning.devices import DEVICES, GIB, usable
+from kimi_jax.planning.placement import declared, describe, held, layout_json
 from kimi_jax.state import cache_shapes
 from sharding_rules import SINGLE, Layout, axes, valid_meshes
 
@@ -28,9 +28,9 @@ class Plan:
     """What one device holds, in bytes, and what a token costs in collectives.
 
     weights, kv_cache, kda_state, conv_state: exact, for `batch` sequences of `capacity` tokens (`context` rounded up to
-    whole stripes). activations: an estimate (`kimi_jax.estimate`). parts: the weights again, by part of the model.
-    collectives: of a decode step. qkv_a_saving: what sharding the merged q_a|kv_a projection saves a device, or would;
-    None for a model without one.
+    whole stripes). activations: an estimate (`kimi_jax.planning.estimate`). parts: the weights again, by part of the
+    model. collectives: of a decode step. qkv_a_saving: what sharding the merged q_a|kv_a projection saves a device, or
+    would; None for a model without one.
     """
 
     config: Config

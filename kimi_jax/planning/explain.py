@@ -10,12 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kimi_jax import tables
 from kimi_jax.checkpoints.report import human
-from kimi_jax.collectives import Collective, needed
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, guard
-from kimi_jax.placement import declared, describe, held, layout_json
+from kimi_jax.planning import tables
+from kimi_jax.planning.collectives import Collective, needed
+from kimi_jax.planning.placement import declared, describe, held, layout_json
 from sharding_rules import Layout
 
 

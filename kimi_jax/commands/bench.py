@@ -1,0 +1,61 @@
+"""Time prefill and decode beside what the machine allows."""
+
+import argparse
+
+from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of
+from kimi_jax.config import Config
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument("--config", help="time random weights of this shape: kimi-linear-48b, kimi-k3 or a config.json")
+    parser.add_argument("--checkpoint", metavar="PATH", help="time a checkpoint (default: the one in the package)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the config says")
+    parser.add_argument("--batch", type=_numbers, default=[1], help="batches, as 1,8,32 (default 1)")
+    parser.add_argument("--context", type=_numbers, default=[1024], help="tokens held while decoding (default 1024)")
+    parser.add_argument("--capacity", type=int, help="tokens that a row can hold (default: what is needed)")
+    parser.add_argument("--prefill", type=_numbers, default=[], help="prompt lengths to time")
+    parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
+    add_layout(parser)
+    add_devices(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the options say."""
+    import kimi_jax
+    from kimi_jax import bench
+
+    if args.devices:
+        kimi_jax.simulate_devices(args.devices)
+    peer = _peer_times(args) if args.peer else {}
+    if args.config:
+        model = kimi_jax.random_model(config_of(args.config), layout=layout_of(args), dtype=args.dtype)
+    else:
+        model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=False)
+    report = bench.run(
+        model, batches=args.batch, contexts=args.context, capacity=args.capacity, prefills=args.prefill, peer=peer
+    )
+    print(report)
+    if args.json:
+        from pathlib import Path
+
+        Path(args.json).write_text(report.to_json())
+
+
+def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float]:
+    from kimi_jax import loading, peer
+
+    config = config_of(args.config) if args.config else Config.from_hf(args.checkpoint or loading.SHIPPED)
+    job = {
+        "config": config.to_hf() if args.config else None,
+        "checkpoint": None if args.config else str(args.checkpoint or loading.SHIPPED),
+        "dtype": args.dtype or config.dtype,
+        "decode": [[batch, context] for batch in args.batch for context in args.context],
+        "prefill": [[batch, tokens] for batch in args.batch for tokens in args.prefill],
+    }
+    return {(m["what"], m["batch"], m["context"]): m["seconds"] for m in peer.measure(job)}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]

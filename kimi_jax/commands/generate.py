@@ -1,0 +1,50 @@
+"""Continue a prompt."""
+
+import argparse
+import sys
+
+from kimi_jax.commands.options import add_devices, add_layout, layout_of
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this command."""
+    parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint folder (default: the one in the package)")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
+    parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
+    parser.add_argument("--top-p", type=float, help="sample from the smallest set of this probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop", action="append", default=[], help="text that ends a row; may be given several times")
+    add_layout(parser)
+    add_devices(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what the options say."""
+    import kimi_jax
+
+    if args.devices:
+        kimi_jax.simulate_devices(args.devices)
+    model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=sys.stderr.isatty())
+    options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
+    if len(args.prompt) == 1:
+        print(args.prompt[0], end="")
+        for piece in kimi_jax.stream(model, args.prompt[0], **options):
+            print(_shown(piece), end="", flush=True)
+        print()
+    else:
+        for prompt, completion in zip(args.prompt, kimi_jax.generate(model, args.prompt, **options), strict=True):
+            print(f"{prompt}{_shown(completion)}\n")
+
+
+def _shown(part) -> str:
+    return f" {part.tokens}" if part.text is None else part.text
+
+
+def _sampling(args: argparse.Namespace):
+    from kimi_jax.sampling import Greedy, Temperature, TopP
+
+    if args.top_p is not None:
+        return TopP(args.top_p, args.temperature if args.temperature is not None else 1.0)
+    return Greedy() if args.temperature is None else Temperature(args.temperature)
