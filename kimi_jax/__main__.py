@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from kimi_jax.commands import bench, explain, generate, plan
+from kimi_jax.commands import bench, explain, generate, plan, tiny_k3
 
-COMMANDS = (generate, plan, explain, bench)
+COMMANDS = (generate, plan, explain, bench, tiny_k3)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,7 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         about = (module.__doc__ or "").partition("\n")[0]
-        command = commands.add_parser(module.__name__.rpartition(".")[2], help=about, description=about)
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        command = commands.add_parser(name, help=about, description=about)
         module.arguments(command)
         command.set_defaults(run=module.run)
     args = parser.parse_args(argv)

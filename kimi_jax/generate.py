@@ -106,8 +106,13 @@ def stream(
     prefill_chunk: int | None = None,
     state: State | None = None,
 ) -> Iterator[Piece]:
-    """The tokens of `generate` for one prompt, as they come; text in whole characters. Arguments as there."""
-    run = Run.prepare(model, [prompt], max_new_tokens, sampling, seed, stop, False, capacity, prefill_chunk, state)
+    """The tokens of `generate` for one prompt, as they come; text in whole characters. Arguments and errors as there."""
+    return _pieces(
+        Run.prepare(model, [prompt], max_new_tokens, sampling, seed, stop, False, capacity, prefill_chunk, state)
+    )
+
+
+def _pieces(run: "Run") -> Iterator[Piece]:
     row, text_sent, tokens_sent = run.rows[0], 0, 0
     for _ in run.bursts():
         ready, tokens = row.settled()

@@ -10,7 +10,7 @@ from kimi_jax.__main__ import COMMANDS, main
 def test_every_command_explains_itself(capsys):
     for module in COMMANDS:
         with pytest.raises(SystemExit) as ended:
-            main([module.__name__.rpartition(".")[2], "--help"])
+            main([module.__name__.rpartition(".")[2].replace("_", "-"), "--help"])
         assert ended.value.code == 0
         assert module.__doc__.partition("\n")[0] in " ".join(capsys.readouterr().out.split())
 
@@ -37,3 +37,16 @@ def test_a_layout_that_does_not_fit_is_one_line_and_status_2(capsys):
     error = capsys.readouterr().err
     assert "tp * cp in {1, 2, 4, 8, 16, 32} is valid" in error
     assert error.count("\n") == 1
+
+
+def test_a_prompt_that_cannot_be_read_prints_nothing_but_the_error(data, capsys):
+    assert main(["generate", "--checkpoint", str(data / "kimi-k3-random"), "--prompt", "no tokenizer"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "has no tokenizer; give token ids" in said.err
+
+
+def test_generate_takes_token_ids(models, capsys):
+    ids = models("kimi-linear-tiny").tokenizer.encode("In the beginning")
+    said = ",".join(map(str, ids))
+    assert main(["generate", "--ids", said, "--max-new-tokens", "7", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == f"{ids} of the\n"

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of
+from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of, numbers
 from kimi_jax.config import Config
 
 
@@ -11,10 +11,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="time random weights of this shape: kimi-linear-48b, kimi-k3 or a config.json")
     parser.add_argument("--checkpoint", metavar="PATH", help="time a checkpoint (default: the one in the package)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the config says")
-    parser.add_argument("--batch", type=_numbers, default=[1], help="batches, as 1,8,32 (default 1)")
-    parser.add_argument("--context", type=_numbers, default=[1024], help="tokens held while decoding (default 1024)")
+    parser.add_argument("--batch", type=numbers, default=[1], help="batches, as 1,8,32 (default 1)")
+    parser.add_argument("--context", type=numbers, default=[1024], help="tokens held while decoding (default 1024)")
     parser.add_argument("--capacity", type=int, help="tokens that a row can hold (default: what is needed)")
-    parser.add_argument("--prefill", type=_numbers, default=[], help="prompt lengths to time")
+    parser.add_argument("--prefill", type=numbers, default=[], help="prompt lengths to time")
     parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
     add_layout(parser)
@@ -55,7 +55,3 @@ def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float]:
         "prefill": [[batch, tokens] for batch in args.batch for tokens in args.prefill],
     }
     return {(m["what"], m["batch"], m["context"]): m["seconds"] for m in peer.measure(job)}
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

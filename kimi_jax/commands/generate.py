@@ -3,13 +3,18 @@
 import argparse
 import sys
 
-from kimi_jax.commands.options import add_devices, add_layout, layout_of
+from kimi_jax.commands.options import add_devices, add_layout, layout_of, numbers
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint folder (default: the one in the package)")
-    parser.add_argument("--prompt", action="append", required=True, help="text to continue; may be given several times")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    said = dict(dest="prompts", action="append")
+    prompts.add_argument("--prompt", help="text to continue; may be given several times", **said)
+    prompts.add_argument(
+        "--ids", type=numbers, help="token ids to continue, as 3,1,4; may be given several times", **said
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
@@ -28,13 +33,14 @@ def run(args: argparse.Namespace) -> None:
         kimi_jax.simulate_devices(args.devices)
     model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=sys.stderr.isatty())
     options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
-    if len(args.prompt) == 1:
-        print(args.prompt[0], end="")
-        for piece in kimi_jax.stream(model, args.prompt[0], **options):
+    if len(args.prompts) == 1:
+        pieces = kimi_jax.stream(model, args.prompts[0], **options)
+        print(args.prompts[0], end="")
+        for piece in pieces:
             print(_shown(piece), end="", flush=True)
         print()
     else:
-        for prompt, completion in zip(args.prompt, kimi_jax.generate(model, args.prompt, **options), strict=True):
+        for prompt, completion in zip(args.prompts, kimi_jax.generate(model, args.prompts, **options), strict=True):
             print(f"{prompt}{_shown(completion)}\n")
 
 

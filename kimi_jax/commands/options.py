@@ -36,3 +36,8 @@ def config_of(name: str) -> Config:
 def add_devices(parser: argparse.ArgumentParser) -> None:
     """The option that simulates host devices."""
     parser.add_argument("--devices", type=int, metavar="N", help="simulate N host devices (CPU)")
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,8,32" -> [1, 8, 32]."""
+    return [int(part) for part in text.split(",")]
