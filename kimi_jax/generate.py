@@ -106,7 +106,7 @@ def stream(
     prefill_chunk: int | None = None,
     state: State | None = None,
 ) -> Iterator[Piece]:
-    """The tokens of `generate` for one prompt, as they come; text in whole characters. Arguments and errors as there."""
+    """The tokens of `generate` for one prompt, as they come; text in whole characters. Arguments, errors as there."""
     return _pieces(
         Run.prepare(model, [prompt], max_new_tokens, sampling, seed, stop, False, capacity, prefill_chunk, state)
     )

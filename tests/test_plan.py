@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,3 +233,15 @@ def test_declarations_depend_on_the_layout_only_where_heads_are_padded():
 def test_formulas_do_not_depend_on_the_batch_or_the_context():
     assert plan(SMALL, helix(2, 4), batch=7, context=999).collectives == needed(SMALL, helix(2, 4), "bfloat16")
     assert isinstance(plan(SMALL, SINGLE), Plan)
+
+
+@pytest.mark.parametrize(("machine", "cp"), [("16 x H200", 16), ("8 x B200", 8)])
+def test_the_readmes_table_of_k3_is_what_plan_says(machine, cp):
+    found = plan(KIMI_K3, helix(1, cp), batch=8, context=1 << 20)
+    states = found.kda_state + found.conv_state
+    room = usable(machine.split()[-1]) - found.total
+    parts = (found.weights, found.parts["routed experts"], found.kv_cache, states, found.activations, found.total)
+    sizes = " | ".join(f"{nbytes / GIB:.2f} GiB" for nbytes in parts)
+    verdict = f"fits, {room / GIB:.2f} GiB left" if room >= 0 else f"does not fit, {-room / GIB:.2f} GiB short"
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"| {machine} | 1 x {cp} | {sizes} | {verdict} |" in readme

@@ -10,10 +10,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint folder (default: the one in the package)")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    said = dict(dest="prompts", action="append")
-    prompts.add_argument("--prompt", help="text to continue; may be given several times", **said)
+    prompts.add_argument("--prompt", dest="prompts", action="append", help="text to continue; may be given again")
     prompts.add_argument(
-        "--ids", type=numbers, help="token ids to continue, as 3,1,4; may be given several times", **said
+        "--ids",
+        dest="prompts",
+        action="append",
+        type=numbers,
+        help="token ids to continue, as 3,1,4; may be given again",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
