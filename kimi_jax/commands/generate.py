@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         type=numbers,
-        help="token ids to continue, as 3,1,4; may be given again",
+        help="token ids to continue, as 3,1,4; also several times",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
