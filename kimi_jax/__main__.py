@@ -1,15 +1,20 @@
 """The command line: `python -m kimi_jax COMMAND`. The commands are the modules of `kimi_jax.commands`."""
 
 import argparse
+import os
 import sys
 
+from kimi_jax import processes
 from kimi_jax.commands import bench, explain, generate, plan, tiny_k3
 
 COMMANDS = (generate, plan, explain, bench, tiny_k3)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command -> its exit status. A ValueError of the library is printed as one line, status 2."""
+    """Run one command -> its exit status. A ValueError of the library is printed as one line, status 2.
+
+    Of several processes one that fails alone ends at once, so that the others see it go: status 1.
+    """
     parser = argparse.ArgumentParser(prog="python -m kimi_jax", description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
@@ -21,9 +26,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except ValueError as error:
+    except (ValueError, TimeoutError) as error:
         print(f"kimi_jax {args.command}: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if processes.alone():
+            raise
+        said = str(error).partition("\n")[0]
+        print(f"kimi_jax {args.command}: {processes.name()} ends, it or another one failed: {said}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # the orderly end would wait for a process that may be gone
 
 
 if __name__ == "__main__":

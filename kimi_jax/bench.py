@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from kimi_jax import processes
 from kimi_jax.config import Config
 from kimi_jax.initialise import key_of
 from kimi_jax.planning import tables
@@ -104,7 +105,7 @@ def measure_machine(dtype: str) -> Machine:
     """The copy rate and, in `dtype`, the matrix rate of JAX's first device."""
     on_cpu = jax.default_backend() == "cpu"
     size, side = (1 << 27, 1536) if on_cpu else (1 << 32, 8192)
-    where = SingleDeviceSharding(jax.devices()[0])
+    where = SingleDeviceSharding(jax.local_devices()[0])
     source = born(_random, ((size // 4,), "float32"), where, jax.random.key(0))
     copied = timed(lambda: born(_negated, None, where, source))
     square = born(_random, ((side, side), dtype), where, jax.random.key(1))
@@ -191,7 +192,7 @@ def filled_state(model: Model, batch: int, context: int, capacity: int) -> State
     keys = [key_of(("state", i), 0) for i in range(len(leaves))]
     filled = [born(_random, (x.shape, str(x.dtype)), x.sharding, key) for x, key in zip(leaves, keys, strict=True)]
     lengths = np.full(batch, context, np.int32)
-    placed = jax.device_put(lengths, cache.lengths.sharding)
+    placed = processes.put(lengths, cache.lengths.sharding)
     cache = replace(cache, layers=jax.tree.unflatten(structure, filled), lengths=placed)
     return State(cache, model.config, model.layout, model.mesh, lengths)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 from tqdm.auto import tqdm
 
+from kimi_jax.processes import agree, alone, is_first
 from kimi_jax.rows import Row
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
@@ -79,11 +80,9 @@ def generate(
     Raises ValueError naming the argument for anything that does not fit, before anything is allocated, and
     FloatingPointError with the row and step if logits are not finite.
     """
-    run = Run.prepare(
-        model, _as_list(prompts), max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
-    )
+    run = Run.prepare(model, prompts, max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state)
     run.keep = keep_state
-    bar = tqdm(total=run.max_new_tokens, unit="tok", disable=not progress)
+    bar = tqdm(total=run.max_new_tokens, unit="tok", disable=not (progress and is_first()))
     with bar:
         for steps in run.bursts():
             bar.update(steps)
@@ -144,6 +143,13 @@ class Run:
         cls, model, prompts, max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
     ) -> "Run":
         """Check every argument, then make the state."""
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        agree(
+            "generate", prompts=prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop,
+            logprobs=logprobs, capacity=capacity, prefill_chunk=prefill_chunk,
+            state=None if state is None else (state.lengths, state.pending),
+        )  # fmt: skip
+        prompts = _as_list(prompts)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1 is wanted")
         if prefill_chunk is not None and prefill_chunk < 1:
@@ -206,9 +212,14 @@ class Run:
                     row.accept(token, log)
 
     def _next_steps(self, steps: int, seconds: float) -> int:
-        """Twice as many while bursts are short. A kept state must end where a stop string does: one at a time then."""
+        """Twice as many while bursts are short. A kept state must end where a stop string does: one at a time then.
+
+        Several processes have several clocks, and must run the same steps: there the time does not count.
+        """
         if self.keep and self.stops_in_text:
             return 1
+        if not alone():
+            return min(2 * steps, BURST)
         return (
             min(2 * steps, BURST)
             if seconds < BURST_SECONDS / 2
@@ -238,11 +249,10 @@ def bucket(length: int) -> int:
     return 1 if length == 1 else max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def _as_list(prompts) -> list:
+def _as_list(prompts: str | list) -> list:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
     if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
         return [prompts]
     if not prompts:

@@ -21,6 +21,7 @@ from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import Parameter, build, sizes
 from kimi_jax.ops.mxfp4 import dequantise
+from kimi_jax.processes import agree, alone
 from kimi_jax.runtime import DTYPES, Model, born
 from kimi_jax.tokenizer import load_tokenizer
 from sharding_rules import SINGLE, Layout, valid_meshes
@@ -47,7 +48,10 @@ def load(
     Raises ValueError naming what is wrong: the configuration, the folder's tensors, a size that the layout does not
     divide, too few devices, weights that do not fit.
     """
-    source = folders.locate(SHIPPED if path is None else path)
+    path = SHIPPED if path is None else path
+    if not alone():
+        agree("load", checkpoint=folders.fingerprint(path), layout=layout, dtype=dtype, experts=experts)
+    source = folders.locate(path)
     config = Config.from_hf(source)
     if experts is not None and not config.packed_experts:
         raise ValueError(
@@ -98,6 +102,7 @@ def random_model(
     devices: Sequence[jax.Device] | None = None,
 ) -> Model:
     """A model of random weights, born sharded; `seed` gives the same values under every layout."""
+    agree("random_model", config=config, layout=layout, dtype=dtype, seed=seed)
     model = Model(config, layout or SINGLE, dtype or config.dtype, devices)
     check_room(model)
     unpadded = build(config, dataclasses.replace(model.layout, pad_heads=False), model.dtype)[1]
@@ -145,7 +150,7 @@ def check_room(model: Model, limit: int | None = None) -> None:
 
     limit: bytes a device has; default what the devices say (host devices say nothing, and are not checked).
     """
-    stats = [device.memory_stats() or {} for device in model.mesh.devices.flat]
+    stats = [device.memory_stats() or {} for device in model.mesh.local_devices]
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s] if limit is None else [limit]
     need = weight_bytes(model.declared, model.layout)
     if not limits or need <= min(limits):

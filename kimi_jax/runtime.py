@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from kimi_jax import steps
+from kimi_jax import processes, steps
 from kimi_jax.checkpoints.report import LoadReport
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build, guard
@@ -55,10 +55,12 @@ class Model:
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: {' or '.join(map(repr, DTYPES))} was wanted")
-        guard(config, layout, len(jax.devices() if devices is None else devices))
+        devices = processes.devices_for(layout.ranks) if devices is None else devices
+        guard(config, layout, len(devices))
         self.config, self.layout, self.tokenizer = config, layout, tokenizer
         self.dtype = jnp.dtype(dtype)
         self.mesh: DeviceMesh = layout.mesh(devices)
+        processes.check_spread(list(self.mesh.devices.flat))
         self.graph, self.declared = build(config, layout, self.dtype)
         self.params: Any = None
         self.eos_token_ids: tuple[int, ...] = config.eos_token_ids
@@ -251,7 +253,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """Run on the model's parameters."""
-        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x, self.whole), args)
+        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else processes.put(x, self.whole), args)
         return self.compile(*args, **static)(self.model.params, *args)
 
     def compile(self, *args: Any, **static: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kimi_jax import processes
 from kimi_jax.config import Config
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.mla import LatentCache
@@ -136,16 +137,16 @@ class State:
         devices: default those of this state, or JAX's first ones if it needs more.
         """
         own = list(self.mesh.devices.flat)
-        mesh = layout.mesh(devices or (own if len(own) >= layout.ranks else None))
+        mesh = layout.mesh(devices or (own if len(own) >= layout.ranks else processes.devices_for(layout.ranks)))
         placed = cache_shardings(self.config, layout, mesh)
 
         def move(layer: Any, at: Any) -> Any:
             if isinstance(layer, LatentCache):
                 layer = LatentCache(_restripe(layer.rows, self.layout, layout))
-            return jax.tree.map(lambda x, to: jax.device_put(x, to, may_alias=False), layer, at)
+            return jax.tree.map(processes.put, layer, at)
 
         layers = tuple(move(layer, at) for layer, at in zip(self.cache.layers, placed.layers, strict=True))
-        lengths = jax.device_put(np.asarray(self._lengths), placed.lengths)
+        lengths = processes.put(self._lengths, placed.lengths)
         return State(Cache(layers, lengths), self.config, layout, mesh, self._lengths, self.pending)
 
     def __repr__(self) -> str:
@@ -172,7 +173,7 @@ def _restripe(rows: jax.Array | np.ndarray, old: Layout, new: Layout) -> np.ndar
     """Rows [B, N, S, Z] in the old stripes -> the same positions in the new ones; the capacity rounds up to whole
     rounds.
     """
-    host = np.asarray(rows)
+    host = processes.fetch(rows)
     tokens = host.shape[1] * host.shape[2]
     room = stripes.capacity(tokens, new.tokens_per_block, new.cp)
     out = np.zeros((host.shape[0], new.cp, room // new.cp, host.shape[3]), host.dtype)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest floor first. A module imports from its own floor and those below.
 FLOORS = [
     {"sharding_rules"},
-    {"version", "strict_json", "hf_config", "config", "ops", "kernels"},
+    {"version", "processes", "strict_json", "hf_config", "config", "ops", "kernels"},
     {"layers"},
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},

@@ -1,5 +1,6 @@
 """One way into both kinds of checkpoint folder: what orbax saved, and safetensors as the hub has them."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +9,30 @@ from kimi_jax.checkpoints.placing import Tree, bytes_to_read
 from kimi_jax.checkpoints.report import LoadReport, human
 from kimi_jax.config import Config
 
+ENDS = 4096  # bytes at each end of a file that a fingerprint reads
+
 
 def locate(path: str | Path) -> Path:
     """The folder that holds config.json and the tokenizer's files: of a folder of saves, its newest."""
     return orbax.current(path) or Path(path)
+
+
+def fingerprint(path: str | Path) -> str:
+    """What tells one checkpoint from another without reading it: each file's name, size, first and last bytes.
+
+    Never raises: of a folder that cannot be read it is the reason, so that processes can compare before one fails.
+    """
+    seen = hashlib.blake2b()
+    try:
+        folder = locate(path)
+        for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+            with file.open("rb") as stream:
+                ends = stream.read(ENDS)
+                stream.seek(max(0, file.stat().st_size - ENDS))
+                seen.update(repr((str(file.relative_to(folder)), file.stat().st_size, ends, stream.read())).encode())
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return seen.hexdigest()
 
 
 def load_params(

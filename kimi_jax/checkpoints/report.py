@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from tqdm import tqdm
 
+from kimi_jax.processes import is_first
+
 try:
     import resource
 except ImportError:  # not on Windows
@@ -73,7 +75,8 @@ def human(nbytes: int) -> str:
 
 def bar(total: int, verb: str, show: bool) -> tqdm:
     """A progress bar in bytes with the time left, gone when done; silent unless `show`."""
-    return tqdm(total=total, desc=verb, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=not show)
+    hidden = not (show and is_first())
+    return tqdm(total=total, desc=verb, unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=hidden)
 
 
 def peak_resident() -> int:

@@ -7,14 +7,13 @@ import dataclasses
 import json
 import os
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from kimi_jax import strict_json
+from kimi_jax import processes, strict_json
 from kimi_jax.config import Config
 from kimi_jax.state import Cache, State, cache_shapes
 from sharding_rules import Layout
@@ -30,10 +29,15 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
     import orbax.checkpoint as ocp  # takes a second; only states and saves need it
 
     path = Path(path)
-    if path.exists():
+    taken = path.exists()
+    processes.agree("save_state", path=str(path), exists=taken, lengths=state.lengths, pending=state.pending)
+    if taken:
         raise ValueError(f"path={str(path)!r} exists already; a state is saved into a new folder")
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    unfinished.mkdir(parents=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    if processes.is_first():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    processes.wait_for_all("the folder is there")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(os.path.abspath(unfinished / "arrays"), _tree(state.cache))
@@ -45,8 +49,10 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
             "lengths": state.lengths.tolist(),
             "pending": None if state.pending is None else state.pending.tolist(),
         }
-        (unfinished / ABOUT).write_text(json.dumps(about))
-        unfinished.rename(path)
+        if processes.is_first():
+            (unfinished / ABOUT).write_text(json.dumps(about))
+            unfinished.rename(path)
+        processes.wait_for_all("the state is saved")
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

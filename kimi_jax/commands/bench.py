@@ -2,7 +2,7 @@
 
 import argparse
 
-from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of, numbers
+from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of, numbers, start
 from kimi_jax.config import Config
 
 
@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> None:
     import kimi_jax
     from kimi_jax import bench
 
-    if args.devices:
-        kimi_jax.simulate_devices(args.devices)
+    start(args)
     peer = _peer_times(args) if args.peer else {}
     if args.config:
         model = kimi_jax.random_model(config_of(args.config), layout=layout_of(args), dtype=args.dtype)

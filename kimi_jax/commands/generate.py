@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from kimi_jax.commands.options import add_devices, add_layout, layout_of, numbers
+from kimi_jax.commands.options import add_devices, add_layout, layout_of, numbers, start
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,7 @@ def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
     import kimi_jax
 
-    if args.devices:
-        kimi_jax.simulate_devices(args.devices)
+    start(args)
     model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=sys.stderr.isatty())
     options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
     if len(args.prompts) == 1:

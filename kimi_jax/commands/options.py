@@ -1,6 +1,8 @@
 """Options that several commands have, and what they say."""
 
 import argparse
+import os
+import sys
 
 from kimi_jax.config import Config
 
@@ -34,8 +36,35 @@ def config_of(name: str) -> Config:
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """The option that simulates host devices."""
-    parser.add_argument("--devices", type=int, metavar="N", help="simulate N host devices (CPU)")
+    """The options that say on which devices to run: simulated ones, those of several processes."""
+    group = parser.add_argument_group("devices")
+    group.add_argument("--devices", type=int, metavar="N", help="simulate N host devices (CPU) in this process")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="be one of several processes; 'auto' with Slurm, MPI")
+    group.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which this is, from 0; 0 listens at HOST:PORT")
+    group.add_argument("--start-timeout", type=int, default=300, metavar="S", help="wait S seconds for the others")
+
+
+def start(args: argparse.Namespace) -> None:
+    """Start JAX on the devices that the options say; of several processes only the first prints."""
+    import jax
+
+    from kimi_jax import processes, simulate_devices
+
+    if args.devices:
+        simulate_devices(args.devices)
+    if args.coordinator is None:
+        if args.processes is not None or args.process_id is not None:
+            raise ValueError("--processes and --process-id need --coordinator HOST:PORT, the address of process 0")
+        return
+    if args.coordinator == "auto":
+        jax.distributed.initialize()
+    elif args.processes is None or args.process_id is None:
+        raise ValueError(f"--coordinator {args.coordinator} needs --processes N and --process-id I")
+    else:
+        processes.join(args.coordinator, args.processes, args.process_id, timeout=args.start_timeout)
+    if not processes.is_first():
+        sys.stdout = open(os.devnull, "w")
 
 
 def numbers(text: str) -> list[int]:
