@@ -13,20 +13,17 @@ import numpy as np
 from jaxtyping import Array
 from tqdm.auto import tqdm
 
+from kimi_jax import prompting
 from kimi_jax.processes import agree, alone, is_first
 from kimi_jax.rows import Row
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
 from kimi_jax.state import State
 from kimi_jax.steps import BURST
-from kimi_jax.tokenizer import StopStrings
 
 PREFILL_CHUNK = 2048  # longest stretch of prompt fed at once, unless asked otherwise
 SMALLEST_BUCKET = 16
 BURST_SECONDS = 0.1  # how long a burst should take: short enough for Ctrl-C and streaming, long against its fixed cost
-NO_TOKEN = -1
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Piece:
 
 def generate(
     model: Model,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: prompting.Prompt | Sequence[prompting.Prompt],
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Greedy(),  # noqa: B008  (frozen)
@@ -95,7 +92,7 @@ def generate(
 
 def stream(
     model: Model,
-    prompt: Prompt,
+    prompt: prompting.Prompt,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling = Greedy(),  # noqa: B008  (frozen)
@@ -149,16 +146,16 @@ class Run:
             logprobs=logprobs, capacity=capacity, prefill_chunk=prefill_chunk,
             state=None if state is None else (state.lengths, state.pending),
         )  # fmt: skip
-        prompts = _as_list(prompts)
+        prompts = prompting.as_list(prompts)
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1 is wanted")
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: at least 1 is wanted")
         pending = None if state is None else state.pending
-        tokens = [_encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
-        stop_tokens, stop_strings = _stops(model, stop)
+        tokens = [prompting.encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
+        stop_tokens, stop_strings = prompting.stops(model, stop)
         seeds = row_seeds(seed, len(tokens))
-        state = _room(model, tokens, max_new_tokens, capacity, state)
+        state = prompting.room(model, tokens, max_new_tokens, capacity, state)
         rows = [Row(model.tokenizer, set(stop_tokens.tolist()), stop_strings) for _ in tokens]
         chunk = prefill_chunk or PREFILL_CHUNK
         return cls(
@@ -208,7 +205,7 @@ class Run:
             )
         for row, ids, logs in zip(self.rows, tokens[:, :steps].tolist(), logprobs[:, :steps].tolist(), strict=True):
             for token, log in zip(ids, logs, strict=True):
-                if token != NO_TOKEN:
+                if token != prompting.NO_TOKEN:
                     row.accept(token, log)
 
     def _next_steps(self, steps: int, seconds: float) -> int:
@@ -247,75 +244,6 @@ def feed(model: Model, prompts: list[list[int]], state: State, chunk: int = PREF
 def bucket(length: int) -> int:
     """The padded length of a prompt chunk: 1, or the next power of two from 16 on, so that few shapes are compiled."""
     return 1 if length == 1 else max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
-
-
-def _as_list(prompts: str | list) -> list:
-    """One prompt or many -> a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
-        return [prompts]
-    if not prompts:
-        raise ValueError("prompts is empty: give a string, a list of token ids, or a list of those")
-    return prompts
-
-
-def _encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None) -> list[int]:
-    """Token ids to feed: the prompt's, after what a kept state has not been fed yet."""
-    if isinstance(prompt, str):
-        if model.tokenizer is None:
-            raise ValueError(f"prompt {index} is a string, but the checkpoint has no tokenizer; give token ids")
-        ids = model.tokenizer.encode(prompt)
-    else:
-        ids = [int(token) for token in prompt]
-    bad = [token for token in ids if not 0 <= token < model.config.vocab_size]
-    if bad:
-        raise ValueError(f"prompt {index} has token id {bad[0]}; the vocabulary has 0 to {model.config.vocab_size - 1}")
-    if pending is not None:
-        ids = [int(pending[index % len(pending)]), *ids]
-    if not ids:
-        raise ValueError(f"prompt {index} is empty: at least one token is needed")
-    return ids
-
-
-def _stops(model: Model, stop: str | Sequence[str | int]) -> tuple[np.ndarray, StopStrings]:
-    """Stop token ids, with the EOS ids (padded to a multiple of 8: their number compiles nothing), and strings."""
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    strings = [s for s in stops if isinstance(s, str)]
-    if strings and model.tokenizer is None:
-        raise ValueError(f"stop={strings[0]!r} is a string, but the checkpoint has no tokenizer; give token ids")
-    if any(not s for s in strings):
-        raise ValueError("stop holds an empty string, which would end every row at once")
-    ids = sorted({*model.eos_token_ids, *(int(s) for s in stops if not isinstance(s, str))})
-    padded = ids + [NO_TOKEN] * (-len(ids) % 8 or (0 if ids else 8))
-    return np.array(padded, np.int32), StopStrings(strings)
-
-
-def _room(
-    model: Model, prompts: list[list[int]], max_new_tokens: int, capacity: int | None, state: State | None
-) -> State:
-    """A state with room for each row's prompt and new tokens: a fork of the given one, or a new one."""
-    longest = max(len(p) for p in prompts)
-    if state is None:
-        need = longest + max_new_tokens
-        if capacity is not None and capacity < need:
-            raise ValueError(
-                f"capacity={capacity} is too small: prompt {longest} + max_new_tokens {max_new_tokens} needs {need}"
-            )
-        return model.new_state(len(prompts), capacity or max(128, 1 << (need - 1).bit_length()))
-    if len(prompts) != state.batch:
-        raise ValueError(
-            f"{len(prompts)} prompts, but the state holds {state.batch} rows; give one prompt a row, or fork(n) it"
-        )
-    if capacity is not None:
-        raise ValueError(f"capacity={capacity} cannot be given with a state, which has its own ({state.capacity})")
-    need = max(int(held) + len(p) for held, p in zip(state.lengths, prompts, strict=True)) + max_new_tokens
-    if need > state.capacity:
-        raise ValueError(
-            f"capacity={state.capacity} of the state is too small: held + prompt + max_new_tokens needs {need}; start "
-            "with a larger capacity"
-        )
-    return state.fork()
 
 
 def _split(state: State, token: np.ndarray) -> list[State]:

@@ -21,7 +21,7 @@ FLOORS = [
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime", "steps", "loading"},
-    {"rows", "generate", "planning"},
+    {"rows", "prompting", "generate", "planning"},
     {"parity", "bench", "peer", "draw", "testing"},
     {"commands", "__main__", "__init__"},
 ]
