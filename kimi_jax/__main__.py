@@ -5,9 +5,9 @@ import os
 import sys
 
 from kimi_jax import processes
-from kimi_jax.commands import bench, explain, generate, plan, tiny_k3
+from kimi_jax.commands import bench, explain, generate, parity, plan, tiny_k3
 
-COMMANDS = (generate, plan, explain, bench, tiny_k3)
+COMMANDS = (generate, plan, explain, parity, bench, tiny_k3)
 
 
 def main(argv: list[str] | None = None) -> int:

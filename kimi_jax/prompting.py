@@ -12,10 +12,11 @@ Prompt = str | Sequence[int]
 NO_TOKEN = -1
 
 
-def as_list(prompts: str | list) -> list:
+def as_list(prompts) -> list:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = list(prompts)
     if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
         return [prompts]
     if not prompts:
@@ -23,7 +24,7 @@ def as_list(prompts: str | list) -> list:
     return prompts
 
 
-def encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None) -> list[int]:
+def encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None = None) -> list[int]:
     """Token ids to feed: the prompt's, after what a kept state has not been fed yet."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
