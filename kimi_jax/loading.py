@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from kimi_jax import strict_json
 from kimi_jax.checkpoints import folders, orbax
 from kimi_jax.checkpoints.export import export_params
 from kimi_jax.config import ASSETS, Config
@@ -27,6 +28,7 @@ from kimi_jax.tokenizer import load_tokenizer
 from sharding_rules import SINGLE, Layout, valid_meshes
 
 SHIPPED = ASSETS / "kimi-linear-tiny"
+GENERATION = "generation_config.json"
 
 
 def load(
@@ -59,13 +61,26 @@ def load(
         )
     if experts not in (None, *DTYPES):
         raise ValueError(f"experts={experts!r}: {' or '.join(map(repr, DTYPES))} was wanted")
+    ends = eos_token_ids(source, config)
     model = Model(config, layout or SINGLE, dtype or config.dtype, devices, load_tokenizer(source))
     check_room(model)
-    model.source = source
+    model.source, model.eos_token_ids = source, ends
     model.params, model.report = folders.load_params(
         source, config, model.abstract(), model.shardings(), progress=progress
     )
     return model if experts is None else _with_wide_experts(model, jnp.dtype(experts))
+
+
+def eos_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
+    """The ids that end a row: those of generation_config.json, or if it names none of config.json."""
+    file = folder / GENERATION
+    said = strict_json.read_object(file).get("eos_token_id") if file.is_file() else None
+    if said is None:
+        return config.eos_token_ids
+    ids = said if isinstance(said, list) else [said]
+    if not all(type(i) is int and 0 <= i < config.vocab_size for i in ids):
+        raise ValueError(f"{file}: eos_token_id={said!r}: ids from 0 to {config.vocab_size - 1} were wanted")
+    return tuple(ids)
 
 
 def save(model: Model, path: str | Path, *, progress: bool = True, wait: bool = True) -> orbax.Saving:
@@ -132,6 +147,7 @@ def _with_wide_experts(model: Model, dtype: np.dtype) -> Model:
         model.tokenizer,
     )
     wide.source, wide.report, wide.params = model.source, model.report, model.params
+    wide.eos_token_ids = model.eos_token_ids
     placed = wide.shardings()
     for index, layer in wide.params["layers"].items():
         for name in [name.removesuffix("_packed") for name in layer["ffn"] if name.endswith("_packed")]:

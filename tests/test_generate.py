@@ -1,5 +1,6 @@
 """generate and stream: the same tokens whatever the company, padding and chunks; where rows end; what is refused."""
 
+import shutil
 import signal
 import threading
 import time
@@ -289,3 +290,24 @@ def test_a_state_that_is_too_small_is_refused_before_it_is_touched(model):
 def test_tokens_are_checked_at_the_border(model, tokens, lengths, message):
     with pytest.raises(ValueError, match=message):
         model.logits(np.array(tokens), lengths)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [(None, (257,)), ('{"eos_token_id": 9}', (9,)), ('{"eos_token_id": [9, 7]}', (9, 7)), ("{}", (257,))],
+)
+def test_the_eos_ids_are_those_of_generation_config_and_else_of_config(tiny, tmp_path, said, wanted):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny, folder)
+    (folder / "generation_config.json").unlink()
+    if said is not None:
+        (folder / "generation_config.json").write_text(said)
+    assert kimi_jax.load(folder, progress=False).eos_token_ids == wanted
+
+
+def test_an_eos_id_outside_the_vocabulary_is_refused(tiny, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 900]}')
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id=\[9, 900\]: ids from 0 to"):
+        kimi_jax.load(folder, progress=False)
