@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 from tqdm.auto import tqdm
 
+from kimi_jax.completion import Completion, Piece
 from kimi_jax.rows import Row
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
@@ -26,30 +27,6 @@ BURST_SECONDS = 0.1  # how long a burst should take: short enough for Ctrl-C and
 NO_TOKEN = -1
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a prompt was continued with.
-
-    tokens: new tokens only, without what ended them. text: None without a tokenizer. finish_reason: "stop" (an EOS id,
-    a stop token or string) or "length". logprobs: of each token, if asked. state: what to continue from, if kept.
-    """
-
-    tokens: list[int]
-    text: str | None
-    finish_reason: str
-    logprobs: list[float] | None = None
-    state: State | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What came since the last piece: whole characters of text (None without a tokenizer) and the tokens behind
-    them."""
-
-    text: str | None
-    tokens: list[int]
 
 
 def generate(
