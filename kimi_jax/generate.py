@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Array
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kimi_jax.completion import Completion, Piece
 from kimi_jax.rows import Row
