@@ -13,6 +13,7 @@ from kimi_jax.config import Config
 from kimi_jax.draw import draw
 from kimi_jax.generate import generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
+from kimi_jax.parity import Parity, parity
 from kimi_jax.planning.explain import Explanation, explain, explain_diff
 from kimi_jax.planning.plan import Plan, layouts_that_fit, plan
 from kimi_jax.runtime import Model
@@ -30,6 +31,7 @@ __all__ = [
     "Greedy",
     "MinP",
     "Model",
+    "Parity",
     "Piece",
     "Plan",
     "State",
@@ -45,6 +47,7 @@ __all__ = [
     "layouts_that_fit",
     "load",
     "load_state",
+    "parity",
     "plan",
     "random_model",
     "save",

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from kimi_jax.commands import bench, explain, generate, plan
+from kimi_jax.commands import bench, explain, generate, parity, plan
 
-COMMANDS = (generate, plan, explain, bench)
+COMMANDS = (generate, plan, explain, parity, bench)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def generate(
     FloatingPointError with the row and step if logits are not finite.
     """
     run = Run.prepare(
-        model, _as_list(prompts), max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
+        model, as_list(prompts), max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
     )
     run.keep = keep_state
     bar = tqdm(total=run.max_new_tokens, unit="tok", disable=not progress)
@@ -121,7 +121,7 @@ class Run:
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: at least 1 is wanted")
         pending = None if state is None else state.pending
-        tokens = [_encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
+        tokens = [encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
         stop_tokens, stop_strings = _stops(model, stop)
         seeds = row_seeds(seed, len(tokens))
         state = _room(model, tokens, max_new_tokens, capacity, state)
@@ -210,7 +210,7 @@ def bucket(length: int) -> int:
     return 1 if length == 1 else max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
-def _as_list(prompts) -> list:
+def as_list(prompts) -> list:
     """One prompt or many -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
@@ -222,7 +222,7 @@ def _as_list(prompts) -> list:
     return prompts
 
 
-def _encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None) -> list[int]:
+def encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None = None) -> list[int]:
     """Token ids to feed: the prompt's, after what a kept state has not been fed yet."""
     if isinstance(prompt, str):
         if model.tokenizer is None:

@@ -24,7 +24,7 @@ from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build, guard
 from kimi_jax.sampling import Greedy, Sampling
 from kimi_jax.state import Cache, State, cache_shapes, cache_shardings, new_cache
-from kimi_jax.steps import Burst
+from kimi_jax.steps import Burst, Observed
 from kimi_jax.tokenizer import Tokenizer
 from sharding_rules import DeviceMesh, Layout
 
@@ -70,6 +70,7 @@ class Model:
         compiled = partial(Compiled, self)
         self._logits = compiled(steps.logits, out=whole)
         self._extend = compiled(steps.extend, out=(whole, placed), donate=("cache",))
+        self._observe = compiled(steps.observe, out=(whole, placed), donate=("cache",))
         self._choose = compiled(steps.choose, out=whole)
         self._draw = compiled(steps.draw, out=whole, static=("want_logprobs",))
         self._burst = compiled(steps.burst, out=(placed, whole), donate=("cache",), static=("want_logprobs",))
@@ -103,24 +104,20 @@ class Model:
         The state given is consumed. Raises ValueError if it was consumed before, belongs to another layout, or is too
         small.
         """
-        tokens = self._tokens(tokens)
-        counts = self._counts(tokens, lengths)
-        if state.layout != self.layout:
-            raise ValueError("state was made for another layout; move it with state.to(model.layout)")
-        if len(tokens) != state.batch:
-            raise ValueError(f"tokens has {len(tokens)} rows, but the state holds {state.batch}")
-        after = state.lengths + np.asarray(counts)
-        if after.max() > state.capacity:
-            raise ValueError(
-                f"capacity={state.capacity} is too small: row {int(after.argmax())} would hold {after.max()} tokens; "
-                f"make the state with new_state(batch, capacity={after.max()}) or more"
-            )
-        logits, cache = self._extend(tokens, counts, state.take())
-        return logits, State(cache, self.config, self.layout, self.mesh, after)
+        return self._append(self._extend, tokens, lengths, state)
 
     def decode(self, tokens: Rows, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append one token a row, tokens [B] -> logits [B, W] after it, new state. The state given is consumed."""
         return self.prefill(np.asarray(tokens)[:, None], None, state)
+
+    def observe(self, tokens: Rows, lengths: Rows | None, state: State) -> tuple[Observed, State]:
+        """`prefill` that shows what happens inside: logits of every token, the residual stream behind every layer."""
+        return self._append(self._observe, tokens, lengths, state)
+
+    def compile_observe(self, batch: int, width: int, capacity: int) -> None:
+        """Compile `observe`, ahead of time, for tokens [batch, width] and a state of this capacity."""
+        tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, width), (batch,)))
+        self._observe.compile(tokens, counts, self.cache_structs(batch, capacity))
 
     def draw(self, logits: Array, sampling: Sampling, seeds: np.ndarray, drawn: int, *, want_logprobs: bool = False):
         """A token for each row of logits [B, W] -> tokens, log probabilities, whether the logits were finite, all
@@ -205,6 +202,23 @@ class Model:
 
     def _empty_cache(self, batch: int, capacity: int) -> Cache:
         return new_cache(self.config, self.layout, self.mesh, batch, capacity, self.dtype)
+
+    def _append(self, step: "Compiled", tokens: Rows, lengths: Rows | None, state: State) -> tuple[Any, State]:
+        """Check the arguments of a step that feeds tokens, and run it -> what it gives, new state."""
+        tokens = self._tokens(tokens)
+        counts = self._counts(tokens, lengths)
+        if state.layout != self.layout:
+            raise ValueError("state was made for another layout; move it with state.to(model.layout)")
+        if len(tokens) != state.batch:
+            raise ValueError(f"tokens has {len(tokens)} rows, but the state holds {state.batch}")
+        after = state.lengths + np.asarray(counts)
+        if after.max() > state.capacity:
+            raise ValueError(
+                f"capacity={state.capacity} is too small: row {int(after.argmax())} would hold {after.max()} tokens; "
+                f"make the state with new_state(batch, capacity={after.max()}) or more"
+            )
+        out, cache = step(tokens, counts, state.take())
+        return out, State(cache, self.config, self.layout, self.mesh, after)
 
     def _tokens(self, tokens: Rows) -> np.ndarray:
         array = np.asarray(tokens)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.layers.chunk import Chunk
+from kimi_jax.layers.moe import MoE
+from kimi_jax.model import Stream
 from kimi_jax.sampling import Sampling, row_keys, token_logprobs
 from kimi_jax.state import Cache
 
@@ -25,6 +27,45 @@ def extend(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cach
     hidden, layers = model(tokens, Chunk(cache.lengths, counts), cache.layers)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     return model.head(last)[:, 0], Cache(layers, cache.lengths + counts)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Observed:
+    """What happens inside on the way to the logits [B, T, W].
+
+    hidden [1 + L, B, T, D]: the residual stream as it enters, then behind each layer. margins [M, B, T]: for each MoE
+    layer, how near the tokens are to another expert (`ops.routing.margins`).
+    """
+
+    logits: Any
+    hidden: Any
+    margins: Any
+
+
+def observe(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache) -> tuple[Observed, Cache]:
+    """Feed tokens as `extend` does, and look on."""
+    heard: list[Array] = []
+    for block in model.layers:  # of this step's own copy of the modules
+        if isinstance(block.ffn, MoE):
+            block.ffn = _Overheard(block.ffn, heard)
+    chunk = Chunk(cache.lengths, counts)
+    entered = Stream(model.enter(tokens, chunk))
+    streams, layers = zip(*model.walk(entered, chunk, cache.layers), strict=True)
+    hidden = jnp.stack([stream.h for stream in (entered, *streams)])
+    margins = jnp.stack(heard) if heard else jnp.zeros((0, *tokens.shape))
+    return Observed(model.head(model.finish(streams[-1])), hidden, margins), Cache(layers, cache.lengths + counts)
+
+
+class _Overheard:
+    """A MoE that also says how near its routing was."""
+
+    def __init__(self, moe: MoE, heard: list[Array]):
+        self.moe, self.heard = moe, heard
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        self.heard.append(self.moe.margins(x))
+        return self.moe(x)
 
 
 def choose(

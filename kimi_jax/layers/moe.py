@@ -18,7 +18,7 @@ from kimi_jax.ops.experts import experts, experts_of_packed
 from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
 from kimi_jax.ops.norm import rms_norm
-from kimi_jax.ops.routing import route
+from kimi_jax.ops.routing import margins, route
 from sharding_rules import Layout
 from sharding_rules.axes import BATCH, EMBED, EXPERTS, HIDDEN, LATENT_MOE, LENGTH
 
@@ -51,6 +51,11 @@ class MoE(nnx.Module):
         chosen, weights = self._route(tokens)
         y = self._experts(tokens, tokens, chosen, weights, lambda routed, shared: routed + shared)
         return self.layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
+
+    def margins(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T"]:
+        """How near each token is to another expert: `ops.routing.margins`."""
+        tokens, k = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_token
+        return margins(tokens, self.router[...], self.router_bias[...], top_k=k).reshape(x.shape[:2])
 
     def _declare_experts(self, config: Config, dtype: DTypeLike) -> None:
         E, F, Z = config.num_experts, config.moe_intermediate_size, config.expert_hidden_size

@@ -29,11 +29,31 @@ def route(
 
     Source: DeepSeek-V3 (arXiv 2412.19437), eqs. 12 to 16, with one expert group.
     """
-    logits = jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    scores = jax.nn.sigmoid(logits)
-    selection = scores + bias.astype(jnp.float32)[None, :]
+    scores, selection = _scores(x, weight, bias)
     biased, experts = lax.top_k(selection, top_k)
     weights = biased if weigh_biased else jnp.take_along_axis(scores, experts, axis=-1)
     if renormalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return experts, weights * scale
+
+
+def margins(
+    x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, "E"], *, top_k: int
+) -> Float32[Array, "N"]:
+    """By how much the last expert chosen leads the first left out, in s + bias; inf where every expert is chosen.
+
+    A token whose margin is smaller than the rounding of its scores may go to another expert on another layout.
+    """
+    if top_k >= weight.shape[0]:
+        return jnp.full(x.shape[:1], jnp.inf)
+    best, _ = lax.top_k(_scores(x, weight, bias)[1], top_k + 1)
+    return best[:, top_k - 1] - best[:, top_k]
+
+
+def _scores(
+    x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, "E"]
+) -> tuple[Float32[Array, "N E"], Float32[Array, "N E"]]:
+    """s and s + bias."""
+    logits = jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits)
+    return scores, scores + bias.astype(jnp.float32)[None, :]
