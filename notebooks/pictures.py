@@ -1,5 +1,7 @@
-"""The README's pictures, `python notebooks/pictures.py`: the floors, and one helix step. Both are drawn from the code: the
-floors that the tests hold every import to, and the rules of who owns a position and a head.
+"""The README's pictures, made by `python notebooks/pictures.py`: the floors, and one helix step.
+
+Both are drawn from the code: from the floors that the tests hold every import to, and from the rules of who owns a
+position and a head.
 """
 
 import sys
@@ -10,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sharding_rules import helix, stripes
+from sharding_rules import axes, helix, stripes
 
 HERE = Path(__file__).parent
 COLOURS = plt.color_sequences["okabe_ito"][5:] + plt.color_sequences["okabe_ito"][3:4]
@@ -20,7 +22,7 @@ ABOUT = (
     "pure functions on arrays; the configuration",
     "flax modules with named axes",
     "embedding to logits; the cache",
-    "files in and out; text and draws",
+    "checkpoints; text; random draws",
     "compiled steps on devices",
     "what users call",
     "what checks, times and shows it",
@@ -30,13 +32,13 @@ ABOUT = (
 
 def floors(names: list[set[str]]) -> Figure:
     """Floors from the lowest: each imports from its own and those below."""
-    figure, axis = _page(8, 0.62 * len(names))
+    figure, axis = _page(8, 0.42 * len(names))
     for level, (parts, about) in enumerate(zip(names, ABOUT, strict=True)):
         words = "  ".join(sorted(parts - {"__init__", "__main__", "version", "strict_json"})) or "kimi_jax"
         colour = COLOURS[1] if level == 0 else COLOURS[0]
         axis.barh(level, 10, height=0.82, color=colour, alpha=0.12 + 0.03 * level, edgecolor=colour)
-        axis.text(0.15, level + 0.14, words, va="center", size=9, family="monospace")
-        axis.text(0.15, level - 0.22, about, va="center", size=8.5, color="0.3")
+        axis.text(0.15, level, words, va="center", size=9, family="monospace")
+        axis.text(9.85, level, about, va="center", ha="right", size=9, color="0.25")
     axis.annotate("", (10.25, -0.4), (10.25, len(names) - 0.6), arrowprops={"arrowstyle": "->", "lw": 1.5})
     axis.text(10.5, (len(names) - 1) / 2, "imports", rotation=270, size=10, **WORDS)
     axis.set(xlim=(0, 10.7), ylim=(-0.5, len(names) - 0.5))
@@ -46,7 +48,7 @@ def floors(names: list[set[str]]) -> Figure:
 def helix_step(cp: int = 4, heads: int = 8, tokens: int = 22, block: int = 2) -> Figure:
     """One token attends over a cache dealt to `cp` ranks: stripes, partial outputs, one exchange, merged heads."""
     layout = helix(tp=1, cp=cp, tokens_per_block=block)
-    chunk = heads // layout.shards("heads_merged")
+    chunk = heads // layout.shards(axes.HEADS_MERGED)
     figure, axis = _page(8, 3.5)
     p = np.arange(tokens)
     owner, slot = stripes.owner(p, block, cp), stripes.slot(p, block, cp)
@@ -59,7 +61,9 @@ def helix_step(cp: int = 4, heads: int = 8, tokens: int = 22, block: int = 2) ->
         own = range(rank * chunk, (rank + 1) * chunk)
         for source in range(cp):
             for i, head in enumerate(own):
-                _cell(axis, merge + i + source * chunk * 0.52, rank + 0.0, source, str(head), width=0.5, shift=i * -0.5)
+                _cell(axis, merge + 0.52 * (source * chunk + i), rank, source, str(head), width=0.5)
+            ends = (attend + heads - 0.4, merge - 0.4)
+            axis.plot(ends, (source, rank), color=COLOURS[source], linewidth=1, alpha=0.6)
         for i, head in enumerate(own):
             _cell(axis, out + i, rank, None, str(head))
         axis.text(-0.9, rank, f"rank {rank}", ha="right", va="center", size=9)
@@ -82,22 +86,23 @@ def _page(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axis
 
 
-def _cell(axis: Axes, x: float, y: float, rank: int | None, words: str, width: float = 1.0, shift: float = 0.0) -> None:
+def _cell(axis: Axes, x: float, y: float, rank: int | None, words: str, width: float = 1.0) -> None:
     """A square of one rank's colour; None: of no rank any more."""
     colour = "0.55" if rank is None else COLOURS[rank]
-    axis.barh(y, 0.92 * width, left=x + shift - 0.46 * width, height=0.7, color=colour, alpha=0.45)
-    axis.text(x + shift, y, words, size=8, **WORDS)
+    axis.barh(y, 0.92 * width, left=x - 0.46 * width, height=0.7, color=colour, alpha=0.45)
+    axis.text(x, y, words, size=8, **WORDS)
 
 
-def save(figure: Figure, name: str) -> None:
-    """As SVG with words as words, the same bytes each time."""
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"})
-    figure.savefig(HERE / "pictures" / f"{name}.svg", metadata={"Date": None, "Creator": None})
+def save_all(names: list[set[str]], folder: Path) -> None:
+    """Both as SVG, words as words, the same bytes each time."""
+    for name, figure in (("floors", floors(names)), ("helix-step", helix_step())):
+        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+        plt.close(figure)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parent))
     from tests.test_floors import FLOORS
 
-    save(floors(FLOORS), "floors")
-    save(helix_step(), "helix-step")
+    save_all(FLOORS, HERE / "pictures")

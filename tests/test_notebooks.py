@@ -6,12 +6,16 @@ Whether what a notebook says is true, its own last cell asserts.
 import ast
 import importlib
 import os
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -62,6 +66,16 @@ def test_it_ends_with_an_assertion_about_its_claim(file):
     *_, claim, last = notebook.cells
     assert claim.source.startswith("## The claim")
     assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(last.source)))
+
+
+def test_the_readme_shows_pictures_that_are_up_to_date(tmp_path):
+    """By their words: the rest of an SVG differs from one version of matplotlib to the next."""
+    runpy.run_path(str(ROOT / "notebooks" / "pictures.py"))["save_all"](FLOORS, tmp_path)
+    for name in ("floors.svg", "helix-step.svg"):
+        kept, made = ((folder / name).read_text() for folder in (ROOT / "notebooks" / "pictures", tmp_path))
+        words = [re.findall(r">([^<>]*\w[^<>]*)</text>", svg) for svg in (kept, made)]
+        assert len(words[0]) > 10 and words[0] == words[1], "run python notebooks/pictures.py"
+        assert f"(notebooks/pictures/{name})" in (ROOT / "README.md").read_text()
 
 
 def private(source: str) -> Iterator[str]:
