@@ -5,9 +5,10 @@ from html import escape
 from typing import NamedTuple
 
 BAR = 20  # characters of a full bar
-# Okabe and Ito's colours, which colour-blind readers can tell apart, as red, green, blue.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, and grey, as red, green, blue.
 COLOURS = (
     (0, 114, 178), (230, 159, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (213, 94, 0), (240, 228, 66),
+    (127, 127, 127),
 )  # fmt: skip
 TINT = 0.35  # opacity: words on it stay legible on a light page and on a dark one
 
@@ -58,7 +59,8 @@ def html(title: str, header: Row, rows: Sequence[Row]) -> str:
         return f"<tr>{''.join(_html_cell(tag, c, s) for c, s in zip(cells, sides, strict=True))}</tr>"
 
     body = "".join(line("td", row) for row in rows)
-    return f"<table><caption>{escape(title)}</caption><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+    caption = f'<caption style="text-align:left;white-space:nowrap">{escape(title)}</caption>' if title else ""
+    return f"<table>{caption}<thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
 
 
 def paragraph(words: str) -> str:
