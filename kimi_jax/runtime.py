@@ -6,7 +6,7 @@ closed over. Inputs that come from a user are checked in `generate` and at the t
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from kimi_jax.checkpoints.report import LoadReport
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build, guard
 from kimi_jax.sampling import Greedy, Sampling
-from kimi_jax.state import Cache, State, cache_shapes, cache_shardings, new_cache
+from kimi_jax.state import Cache, State, cache_shapes, cache_shardings
 from kimi_jax.steps import Burst, Observed
 from kimi_jax.tokenizer import Tokenizer
-from sharding_rules import DeviceMesh, Layout
+from sharding_rules import DeviceMesh, Layout, stripes
 
 DTYPES = ("float32", "bfloat16")
 Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lists
@@ -36,6 +36,19 @@ Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lis
 def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Array:
     """make(about, *arrays), a new array that is born on `sharding`; compiled once for each `about`."""
     return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
+
+
+@lru_cache(maxsize=64)
+def empty(
+    config: Config, layout: Layout, mesh: DeviceMesh, batch: int, capacity: int, dtype: DTypeLike
+) -> Callable[[], Cache]:
+    """What makes an empty cache, born sharded: compiled here, run by whoever calls it."""
+    shapes = cache_shapes(config, layout, batch, capacity, dtype)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=cache_shardings(config, layout, mesh),
+    )
+    return make.lower().compile()
 
 
 class Model:
@@ -87,14 +100,14 @@ class Model:
         """Logits [B, T, W] in float32 after each token of whole sequences; rows may be right-padded to `lengths`."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
-        return self._logits(tokens, counts, self._empty_cache(tokens.shape[0], tokens.shape[1]))
+        return self._logits(tokens, counts, self._empty(*tokens.shape)())
 
     def new_state(self, batch: int, capacity: int) -> State:
         """An empty state for `batch` sequences of up to `capacity` tokens (rounded up to whole stripes)."""
         for name, value in (("batch", batch), ("capacity", capacity)):
             if value < 1:
                 raise ValueError(f"{name}={value}: at least 1 is wanted")
-        cache = self._empty_cache(batch, capacity)
+        cache = self._empty(batch, capacity)()
         return State(cache, self.config, self.layout, self.mesh, np.zeros(batch, np.int32))
 
     def prefill(self, tokens: Rows, lengths: Rows | None, state: State) -> tuple[Float[Array, "B W"], State]:
@@ -175,6 +188,7 @@ class Model:
         for name, value in (("batch", batch), ("capacity", capacity), *(("buckets", b) for b in buckets)):
             if value < 1:
                 raise ValueError(f"{name}={value}: at least 1 is wanted")
+        self._empty(batch, capacity)
         cache = self.cache_structs(batch, capacity)
 
         def rows(dtype: DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
@@ -200,8 +214,9 @@ class Model:
     def _per_parameter(self, f: Callable[[Parameter], Any]) -> Any:
         return jax.tree.map(f, self.declared, is_leaf=lambda x: isinstance(x, Parameter))
 
-    def _empty_cache(self, batch: int, capacity: int) -> Cache:
-        return new_cache(self.config, self.layout, self.mesh, batch, capacity, self.dtype)
+    def _empty(self, batch: int, capacity: int) -> Callable[[], Cache]:
+        rounded = stripes.capacity(capacity, self.layout.tokens_per_block, self.layout.cp)
+        return empty(self.config, self.layout, self.mesh, batch, rounded, self.dtype)
 
     def _append(self, step: "Compiled", tokens: Rows, lengths: Rows | None, state: State) -> tuple[Any, State]:
         """Check the arguments of a step that feeds tokens, and run it -> what it gives, new state."""

@@ -45,14 +45,6 @@ def cache_shardings(config: Config, layout: Layout, mesh: DeviceMesh) -> Cache:
     return Cache(layers, layout.sharding(mesh))
 
 
-def new_cache(config: Config, layout: Layout, mesh: DeviceMesh, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
-    """An empty cache, born sharded."""
-    shapes = cache_shapes(config, layout, batch, capacity, dtype)
-    return jax.tree.map(
-        lambda s, at: jnp.zeros(s.shape, s.dtype, device=at), shapes, cache_shardings(config, layout, mesh)
-    )
-
-
 class State:
     """What a batch of sequences holds; `prefill`, `decode` and `generate` append to it.
 

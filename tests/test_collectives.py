@@ -1,7 +1,10 @@
 """The collective budget: compiled steps contain what the formula says and nothing else; and the reader of HLO text."""
 
 import functools
+import math
+import re
 
+import jax
 import pytest
 
 from kimi_jax.config import KIMI_K3, Config
@@ -91,6 +94,57 @@ def test_the_decode_loop_has_the_collectives_of_one_step():
     assert kinds(read(loop.as_text())) == kinds(compiled(BOTH, 1))
 
 
+# ------------------------------------------------------------------------------------------------ a long context
+SHORT, LONG = 1 << 10, 1 << 16
+
+
+@functools.cache
+def decode_with_room_for(capacity: int, cp: int) -> str:
+    """The text of the decode step of a state of that capacity."""
+    return compile_step(Model(SMALL, helix(8 // cp, cp), "float32"), BATCH, capacity).as_text()
+
+
+def arrays_of_the_whole_cache(text: str) -> set[tuple[int, ...]]:
+    """Shapes, as a device holds them, that have all LONG positions: along one axis, or as the stripes side by side."""
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]\w*\[([\d,]+)\]", text)}
+    width = SMALL.kv_lora_rank + SMALL.qk_rope_head_dim
+    return {
+        shape
+        for shape in shapes
+        if LONG in shape or {8, LONG // 8} <= set(shape) or math.prod(shape) >= BATCH * LONG * width
+    }
+
+
+def test_a_decode_step_exchanges_the_same_with_room_for_1k_tokens_and_for_64k():
+    short, long = (
+        [(f.kind, f.ranks, f.buffers, f.scope) for f in read(decode_with_room_for(capacity, 8))]
+        for capacity in (SHORT, LONG)
+    )
+    assert short == long
+    assert {kind for kind, *_ in long} == {"all-reduce", "all-to-all", "all-gather"}
+
+
+def test_no_device_holds_an_array_of_the_whole_cache_in_a_decode_step():
+    assert arrays_of_the_whole_cache(decode_with_room_for(LONG, 8)) == set()
+    width = SMALL.kv_lora_rank + SMALL.qk_rope_head_dim
+    assert f"f32[{BATCH},1,{LONG // 8},{width}]" in decode_with_room_for(LONG, 8)  # a stripe
+    assert (BATCH, 1, LONG, width) in arrays_of_the_whole_cache(decode_with_room_for(LONG, 1))  # of one there is
+
+
+def test_a_cache_that_is_gathered_would_be_seen(monkeypatch):
+    attention = mla.helix_attention
+
+    def gathering(q_nope, q_pe, rows, cache, *rest, axis, **options):
+        whole = jax.lax.all_gather(cache, axis, axis=1, tiled=True)
+        out, cache = attention(q_nope, q_pe, rows, cache, *rest, axis=axis, **options)
+        return out + 0 * whole.sum(), cache
+
+    monkeypatch.setattr(mla, "helix_attention", gathering)
+    text = compile_step(Model(SMALL, helix(1, 8), "float32"), BATCH, LONG).as_text()
+    assert arrays_of_the_whole_cache(text)
+
+
+# ------------------------------------------------------------------------------------------ what breaks the budget
 def test_a_weight_split_along_the_wrong_axis_breaks_the_budget(monkeypatch):
     """XLA makes any placement give right numbers; what a wrong one costs shows in the collectives."""
     plain = mla.declare

@@ -1,6 +1,9 @@
 """The command line: each command does what the library call does, and a ValueError is one line and status 2."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,19 @@ def test_every_command_explains_itself(capsys):
 def test_generate_prints_prompt_and_continuation(capsys):
     assert main(["generate", "--prompt", "In the beginning", "--max-new-tokens", "7", "--dtype", "float32"]) == 0
     assert capsys.readouterr().out == "In the beginning of the\n"
+
+
+@pytest.mark.slow
+def test_generate_on_eight_devices_prints_the_text_of_one():
+    """In processes of their own, as it is typed: in bfloat16, to the default length."""
+    line = [sys.executable, "-m", "kimi_jax", "generate", "--prompt", "In the beginning"]
+    here = Path(__file__).parents[1]
+    one, eight = (
+        subprocess.run([*line, *layout.split()], cwd=here, capture_output=True, text=True, check=True).stdout
+        for layout in ("", "--devices 8 --tp 1 --cp 8")
+    )
+    assert len(one) > 100
+    assert eight == one
 
 
 def test_plan_prints_bytes_and_json(capsys):
