@@ -8,8 +8,10 @@ from typing import Any
 
 from kimi_jax import config
 from kimi_jax.checkpoints.states import load_state, save_state
+from kimi_jax.completion import Completion, Piece
 from kimi_jax.config import Config
-from kimi_jax.generate import Completion, Piece, generate, stream
+from kimi_jax.draw import draw
+from kimi_jax.generate import generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
 from kimi_jax.parity import Parity, parity
 from kimi_jax.planning.explain import Explanation, explain, explain_diff
@@ -37,6 +39,7 @@ __all__ = [
     "TopK",
     "TopP",
     "__version__",
+    "draw",
     "explain",
     "explain_diff",
     "export_safetensors",

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from kimi_jax import processes
+from kimi_jax import processes, tables
 from kimi_jax.config import Config
 from kimi_jax.initialise import key_of
-from kimi_jax.planning import tables
 from kimi_jax.planning.placement import declared, held
 from kimi_jax.runtime import Model, born
 from kimi_jax.sampling import Temperature

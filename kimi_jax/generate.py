@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Array
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kimi_jax import prompting
+from kimi_jax.completion import Completion, Piece
 from kimi_jax.processes import agree, alone, is_first
 from kimi_jax.rows import Row
 from kimi_jax.runtime import Model
@@ -24,30 +25,6 @@ from kimi_jax.steps import BURST
 PREFILL_CHUNK = 2048  # longest stretch of prompt fed at once, unless asked otherwise
 SMALLEST_BUCKET = 16
 BURST_SECONDS = 0.1  # how long a burst should take: short enough for Ctrl-C and streaming, long against its fixed cost
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a prompt was continued with.
-
-    tokens: new tokens only, without what ended them. text: None without a tokenizer. finish_reason: "stop" (an EOS id,
-    a stop token or string) or "length". logprobs: of each token, if asked. state: what to continue from, if kept.
-    """
-
-    tokens: list[int]
-    text: str | None
-    finish_reason: str
-    logprobs: list[float] | None = None
-    state: State | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What came since the last piece: whole characters of text (None without a tokenizer) and the tokens behind
-    them."""
-
-    text: str | None
-    tokens: list[int]
 
 
 def generate(

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
+from kimi_jax import tables
 from kimi_jax.checkpoints import folders
 from kimi_jax.comparing import Place, alone, capacity, compare, read_golden, run
 from kimi_jax.config import Config
 from kimi_jax.loading import SHIPPED, load, random_model
 from kimi_jax.model import guard, sizes
-from kimi_jax.planning import tables
 from kimi_jax.planning.placement import describe, layout_json
 from kimi_jax.processes import is_first
 from kimi_jax.prompting import Prompt, as_list, encode
@@ -89,7 +89,7 @@ class Parity:
         return "\n".join([self._title(), "", tables.text(*self._table()), "", *self.notes, self._verdict()])
 
     def _repr_html_(self) -> str:
-        said = "".join(f"<p>{line}</p>" for line in (*self.notes, self._verdict()))
+        said = tables.paragraph("\n".join([*self.notes, self._verdict()]))
         return tables.html(self._title(), *self._table()) + said
 
     def _title(self) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kimi_jax import processes
+from kimi_jax import processes, tables
 from kimi_jax.config import Config
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.mla import LatentCache
@@ -148,6 +148,12 @@ class State:
             f"State({self.batch} rows, lengths={self._lengths.tolist()}, capacity={self.capacity}, "
             f"{self.bytes:,} bytes, tp={self.layout.tp}, cp={self.layout.cp})"
         )
+
+    def _repr_html_(self) -> str:
+        if self._cache is None:
+            return tables.paragraph(repr(self))
+        rows = [(str(i), f"{n:,}", tables.Bar(n / self.capacity)) for i, n in enumerate(self._lengths.tolist())]
+        return tables.html(repr(self), ("row", "tokens held", "of its capacity"), rows)
 
 
 def _placed(layer: type, layout: Layout, mesh: DeviceMesh) -> Any:

@@ -16,12 +16,12 @@ ROOT = Path(__file__).parent.parent
 # Lowest floor first. A module imports from its own floor and those below.
 FLOORS = [
     {"sharding_rules"},
-    {"version", "processes", "strict_json", "hf_config", "config", "ops", "kernels"},
+    {"version", "processes", "strict_json", "hf_config", "config", "tables", "blocks", "ops", "kernels"},
     {"layers"},
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime", "steps", "loading"},
-    {"rows", "prompting", "generate", "planning"},
+    {"rows", "prompting", "completion", "generate", "planning"},
     {"comparing", "parity", "bench", "peer", "draw", "testing"},
     {"commands", "__main__", "__init__"},
 ]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from kimi_jax.checkpoints import orbax, safetensors
 from kimi_jax.checkpoints.placing import Tree, bytes_to_read
-from kimi_jax.checkpoints.report import LoadReport, human
+from kimi_jax.checkpoints.report import LoadReport
 from kimi_jax.config import Config
+from kimi_jax.tables import human
 
 ENDS = 4096  # bytes at each end of a file that a fingerprint reads
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from tqdm import tqdm
 
+from kimi_jax import tables
 from kimi_jax.processes import is_first
+from kimi_jax.tables import human
 
 try:
     import resource
@@ -43,34 +45,30 @@ class LoadReport:
         return [name for name, tail in self.padding.items() if np.any(tail != 0)]
 
     def __repr__(self) -> str:
+        return "\n".join([self._title(), *(f"  {about:<9} {said}" for about, said in self._lines())])
+
+    def _repr_html_(self) -> str:
+        return tables.html(self._title(), ("", ""), self._lines())
+
+    def _title(self) -> str:
+        return f"loaded {self.folder}: {self.parameters} parameters from {self.tensors} tensors in {self.files} files"
+
+    def _lines(self) -> list[tuple[str, str]]:
         rate = f"{self.seconds:.2f} s, {self.bytes_per_second / 1e9:.2f} GB/s"
-        lines = [
-            f"loaded {self.folder}: {self.parameters} parameters from {self.tensors} tensors in {self.files} files",
-            f"  read      {human(self.bytes_read)} in {rate}; peak resident memory {human(self.peak_resident)}",
-        ]
+        peak = human(self.peak_resident)
+        lines = [("read", f"{human(self.bytes_read)} in {rate}; peak resident memory {peak}")]
         if sizes := self.bytes_per_device.values():
             low, high = min(sizes), max(sizes)
             each = human(high) if low == high else f"{human(low)} to {human(high)}"
-            lines.append(f"  devices   {len(sizes)}, {each} each")
+            lines.append(("devices", f"{len(sizes)}, {each} each"))
         changes = ", ".join(f"{change} ({count} tensors)" for change, count in self.dtype_changes.items())
-        lines.append(f"  dtypes    {changes or 'as stored'}")
+        lines.append(("dtypes", changes or "as stored"))
         if self.skipped:
             size = human(sum(self.skipped.values()))
-            lines.append(f"  skipped   {len(self.skipped)} tensors on purpose, {size}: the image half")
+            lines.append(("skipped", f"{len(self.skipped)} tensors on purpose, {size}: the image half"))
         if self.padding:
-            lines.append(f"  padding   the unused tail of {len(self.padding)} tensors is kept for export")
-        lines += [f"  CAUTION   the unused tail of {name} is not zero" for name in self.nonzero_padding]
-        return "\n".join(lines)
-
-
-def human(nbytes: int) -> str:
-    """A number of bytes to read: "1.50 GiB"."""
-    count: int | float = nbytes
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
+            lines.append(("padding", f"the unused tail of {len(self.padding)} tensors is kept for export"))
+        return lines + [("CAUTION", f"the unused tail of {name} is not zero") for name in self.nonzero_padding]
 
 
 def bar(total: int, verb: str, show: bool) -> tqdm:

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kimi_jax.checkpoints.report import human
+from kimi_jax import tables
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, guard
-from kimi_jax.planning import tables
 from kimi_jax.planning.collectives import Collective, needed
-from kimi_jax.planning.placement import declared, describe, held, layout_json
+from kimi_jax.planning.placement import declared, describe, held, kind, layout_json, order
+from kimi_jax.tables import Bar, human
 from sharding_rules import Layout
 
 
@@ -109,9 +109,13 @@ class Explanation:
         return self.table()
 
     def _repr_html_(self) -> str:
+        largest = max(weight.nbytes for weight in self.weights)
+
+        def table(title: str, weights: tuple[Weight, ...]) -> str:
+            return tables.html(title, (*HEADER, ""), [(*w.cells(), Bar(w.nbytes / largest)) for w in weights])
+
         title = f"{describe(self.layout)}; {self.dtype}; {self.nbytes:,} bytes of weights a device"
-        whole = tables.html("replicated, largest first", HEADER, [weight.cells() for weight in self.replicated])
-        return tables.html(title, HEADER, [weight.cells() for weight in self.weights]) + whole
+        return table(title, self.weights) + table("replicated, largest first", self.replicated)
 
 
 def explain(config: Config, layout: Layout, *, dtype: str = "bfloat16") -> Explanation:
@@ -122,10 +126,10 @@ def explain(config: Config, layout: Layout, *, dtype: str = "bfloat16") -> Expla
     guard(config, layout)
     folded: dict[tuple[str, Parameter], int] = {}
     for path, parameter in declared(config, layout, dtype):
-        key = _name(path, config), parameter
+        key = kind(path, config), parameter
         folded[key] = folded.get(key, 0) + 1
     weights = [_weight(name, times, parameter, layout) for (name, parameter), times in folded.items()]
-    return Explanation(config, layout, dtype, tuple(sorted(weights, key=lambda w: _order(w.name))))
+    return Explanation(config, layout, dtype, tuple(sorted(weights, key=lambda w: order(w.name))))
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,27 +235,6 @@ def _weight(name: str, times: int, parameter: Parameter, layout: Layout) -> Weig
         layout.shard_shape(parameter.shape, *parameter.axes),
         times * held(layout, parameter, parameter.axes),
     )
-
-
-def _name(path: tuple, config: Config) -> str:
-    """ "kda.qkv" for ("layers", 0, "attention", "qkv"): the kind of block in place of the layer's number."""
-    if path[0] != "layers":
-        return ".".join(map(str, path))
-    _, layer, block, *rest = path
-    if block == "attention":
-        kind = "mla" if config.is_mla(layer) else "kda"
-    elif block == "ffn":
-        kind = "moe" if config.is_moe(layer) else "dense"
-    else:
-        kind, rest = "layer", [block, *rest]
-    return ".".join([kind, *map(str, rest)])
-
-
-def _order(name: str) -> int:
-    """The embedding first, then layers by kind of block, then the final norm and the head."""
-    first = name.split(".")[0]
-    kinds = ("embed", "layer", "kda", "mla", "dense", "moe")
-    return kinds.index(first) if first in kinds else len(kinds)
 
 
 def _weight_json(weight: Weight) -> dict[str, Any]:

@@ -34,6 +34,27 @@ def describe(layout: Layout) -> str:
     return "; ".join([", ".join(words), *(f"{axis}: {', '.join(to) or 'replicated'}" for axis, to in edited)])
 
 
+def kind(path: tuple, config: Config) -> str:
+    """ "kda.qkv" for ("layers", 0, "attention", "qkv"): the kind of block in place of the layer's number."""
+    if path[0] != "layers":
+        return ".".join(map(str, path))
+    _, layer, block, *rest = path
+    if block == "attention":
+        first = "mla" if config.is_mla(layer) else "kda"
+    elif block == "ffn":
+        first = "moe" if config.is_moe(layer) else "dense"
+    else:
+        first, rest = "layer", [block, *rest]
+    return ".".join([first, *map(str, rest)])
+
+
+def order(name: str) -> int:
+    """The embedding first, then layers by kind of block, then the final norm and the head."""
+    first = name.split(".")[0]
+    kinds = ("embed", "layer", "kda", "mla", "dense", "moe")
+    return kinds.index(first) if first in kinds else len(kinds)
+
+
 def layout_json(layout: Layout) -> dict[str, Any]:
     """A layout as values that json can write."""
     return {**dataclasses.asdict(layout), "rules": {name: list(to) for name, to in layout.rules}}

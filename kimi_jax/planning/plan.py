@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_jax.checkpoints.report import human
+from kimi_jax import tables
 from kimi_jax.config import Config
 from kimi_jax.layers.mla import LatentCache
 from kimi_jax.model import guard, sizes
-from kimi_jax.planning import estimate, tables
+from kimi_jax.planning import estimate
 from kimi_jax.planning.collectives import Collective, needed
 from kimi_jax.planning.devices import DEVICES, GIB, usable
 from kimi_jax.planning.placement import declared, describe, held, layout_json
 from kimi_jax.state import cache_shapes
+from kimi_jax.tables import Bar, human
 from sharding_rules import SINGLE, Layout, axes, valid_meshes
 
 
@@ -76,8 +77,9 @@ class Plan:
 
     def table(self) -> str:
         """All of it as plain text."""
-        title, memory, traffic = self._sections()
-        return "\n\n".join([title, tables.text(*memory), self._fits_line(), tables.text(*traffic), self._notes()])
+        memory = [(name, f"{size:,}", human(size), note) for name, size, note in self._memory()]
+        parts = [tables.text(("a device", "bytes", "", ""), memory), self._fits_line(), tables.text(*self._traffic())]
+        return "\n\n".join([self._title(), *parts, self._notes()])
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values that json can write; sizes in bytes."""
@@ -94,32 +96,37 @@ class Plan:
         return self.table()
 
     def _repr_html_(self) -> str:
-        title, memory, traffic = self._sections()
-        notes = f"<p>{self._fits_line()}</p><p>{self._notes()}</p>"
-        return tables.html(title, *memory) + tables.html("collectives of one decoded token", *traffic) + notes
+        rows = [(name, f"{n:,}", human(n), note, Bar(n / self.total)) for name, n, note in self._memory()]
+        memory = tables.html(self._title(), ("a device", "bytes", "", "", "of the total"), rows)
+        traffic = tables.html("collectives of one decoded token", *self._traffic())
+        return memory + traffic + tables.paragraph(f"{self._fits_line()}\n{self._notes()}")
 
-    def _sections(self):
-        title = (
+    def _title(self) -> str:
+        return (
             f"{describe(self.layout)}; batch {self.batch}, context {self.context:,} "
             f"(capacity {self.capacity:,}), {self.dtype}"
         )
-        rows = [("weights", f"{self.weights:,}", human(self.weights), "exact")]
-        rows += [(f"  {part}", f"{size:,}", human(size), "") for part, size in self.parts.items()]
-        for name in ("kv_cache", "kda_state", "conv_state"):
-            rows.append((name, f"{getattr(self, name):,}", human(getattr(self, name)), "exact"))
-        rows.append(("activations", f"{self.activations:,}", human(self.activations), "estimate"))
-        rows.append(("total", f"{self.total:,}", human(self.total), ""))
-        traffic = [
+
+    def _memory(self) -> list[tuple[str, int, str]]:
+        """Name, bytes and a note of each line."""
+        return [
+            ("weights", self.weights, "exact"),
+            *((f"  {part}", size, "") for part, size in self.parts.items()),
+            *((name, getattr(self, name), "exact") for name in ("kv_cache", "kda_state", "conv_state")),
+            ("activations", self.activations, "estimate"),
+            ("total", self.total, ""),
+        ]
+
+    def _traffic(self):
+        rows = [
             (c.part, str(c.times), c.kind, f"{c.over}: {', '.join(self.layout.mesh_axes(c.over))}", str(c.ranks),
              f"{c.payload:,}", f"{c.sent * c.times:,.0f}")
             for c in self.collectives
         ]  # fmt: skip
-        if traffic:
+        if rows:
             count = sum(c.times for c in self.collectives)
-            traffic.append(("all", str(count), "", "", "", "", f"{self.sent_a_token:,.0f}"))
-        memory = ("a device", "bytes", "", ""), rows
-        header = ("part", "layers", "collective", "over", "ranks", "payload B", "sent B a token, all layers")
-        return title, memory, (header, traffic)
+            rows.append(("all", str(count), "", "", "", "", f"{self.sent_a_token:,.0f}"))
+        return ("part", "layers", "collective", "over", "ranks", "payload B", "sent B a token, all layers"), rows
 
     def _fits_line(self) -> str:
         rooms = {device: self.room(device) for device in DEVICES}

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from kimi_jax.checkpoints import names, placing, reading, safetensors
-from kimi_jax.checkpoints.report import human
 from kimi_jax.config import Config
+from kimi_jax.tables import human
 from tests.checkpoints import making
 
 BF16 = ml_dtypes.bfloat16
