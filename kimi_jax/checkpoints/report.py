@@ -19,6 +19,7 @@ class LoadReport:
     """What one load read and left. Bytes are bytes; `peak_resident` is the process's own maximum, ever."""
 
     folder: str
+    done: str = "loaded"
     files: int = 0
     tensors: int = 0
     parameters: int = 0
@@ -42,8 +43,9 @@ class LoadReport:
 
     def __repr__(self) -> str:
         rate = f"{self.seconds:.2f} s, {self.bytes_per_second / 1e9:.2f} GB/s"
+        held = f"{self.parameters} parameters from {self.tensors} tensors in {self.files} files"
         lines = [
-            f"loaded {self.folder}: {self.parameters} parameters from {self.tensors} tensors in {self.files} files",
+            f"{self.done} {self.folder}: {held}",
             f"  read      {human(self.bytes_read)} in {rate}; peak resident memory {human(self.peak_resident)}",
         ]
         if sizes := self.bytes_per_device.values():

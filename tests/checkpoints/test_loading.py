@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from kimi_jax.checkpoints import names, placing, reading, safetensors
+from kimi_jax.checkpoints import folders, names, placing, reading, safetensors
 from kimi_jax.checkpoints.report import human
 from kimi_jax.config import Config
 from tests.checkpoints import making
@@ -23,7 +23,7 @@ BF16 = ml_dtypes.bfloat16
 
 def load(folder, config, dtype=np.float32, shape=(2, 4), spread="two", **options):
     tree, places = making.abstract(config, dtype), making.shardings(config, shape, spread)
-    return safetensors.load_params(folder, config, tree, places, progress=False, **options)
+    return folders.load_params(folder, config, tree, places, progress=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,6 @@ def test_kept_parameters_keep_the_stored_dtype(data, tiny):
     params, _ = load(tiny, Config.from_hf(tiny), np.float32)  # transformers rounded these to bfloat16
     assert params["layers"][0]["attention"]["A_log"].dtype == BF16
     assert params["layers"][0]["attention"]["conv"].dtype == np.float32
-
-
-def test_the_caller_may_say_what_is_kept(tiny):
-    config = Config.from_hf(tiny)
-    keep = making.nested({path: path == "norm" for path in names.table(config)})
-    params, _ = load(tiny, config, np.float32, keep=keep)
-    assert params["norm"].dtype == BF16
-    assert params["layers"][0]["attention"]["A_log"].dtype == np.float32
 
 
 def test_each_byte_is_read_once_and_only_if_a_device_wants_it(tmp_path, monkeypatch):
@@ -162,9 +154,9 @@ def test_the_report_says_what_was_done(tmp_path):
 def test_the_bar_counts_bytes_and_can_be_silenced(tiny, capsys):
     config = Config.from_hf(tiny)
     tree, places = making.abstract(config), making.shardings(config)
-    safetensors.load_params(tiny, config, tree, places, progress=False)
+    folders.load_params(tiny, config, tree, places, progress=False)
     assert capsys.readouterr().err == ""
-    safetensors.load_params(tiny, config, tree, places)
+    folders.load_params(tiny, config, tree, places)
     assert "8.27M" in capsys.readouterr().err
 
 
@@ -228,14 +220,14 @@ def test_a_model_that_is_not_the_tables_is_refused(tmp_path):
     tree = making.abstract(config)
     tree["norm"] = jax.ShapeDtypeStruct((23,), np.float32)
     with pytest.raises(ValueError, match=r"norm: \(23,\) in the model, \(24,\) in the table"):
-        safetensors.load_params(folder, config, tree, making.shardings(config), progress=False)
+        folders.load_params(folder, config, tree, making.shardings(config), progress=False)
 
 
 def test_a_parameter_larger_than_its_tensors_ends_in_zeros(tmp_path):
     config = making.small(num_attention_heads=6)
     folder = making.write(tmp_path, config, making.hub_arrays(config))
     args = making.abstract(config), making.shardings(config, spread="none")
-    plain, _ = safetensors.load_params(folder, config, *args, progress=False)
+    plain, _ = folders.load_params(folder, config, *args, progress=False)
     tree, mesh = making.abstract(config), jax.make_mesh((8,), ("h",), axis_types=(AxisType.Auto,))
     attention, places = tree["layers"][1]["attention"], args[1]["layers"][1]["attention"]
     for name, axis in {"q_b": 0, "k_b": 0, "v_b": 0, "o": 1}.items():
@@ -243,7 +235,7 @@ def test_a_parameter_larger_than_its_tensors_ends_in_zeros(tmp_path):
         shape[axis] = 8
         attention[name] = jax.ShapeDtypeStruct(tuple(shape), np.float32)
         places[name] = NamedSharding(mesh, PartitionSpec(*[None] * axis, "h"))
-    padded, _ = safetensors.load_params(folder, config, tree, args[1], progress=False)
+    padded, _ = folders.load_params(folder, config, tree, args[1], progress=False)
     for name, axis in {"q_b": 0, "k_b": 0, "v_b": 0, "o": 1}.items():
         heads = np.moveaxis(np.asarray(padded["layers"][1]["attention"][name]), axis, 0)
         np.testing.assert_array_equal(
@@ -259,7 +251,7 @@ def test_string_layer_keys_come_back_as_strings(tmp_path):
         {**tree, "layers": {str(key): value for key, value in tree["layers"].items()}}
         for tree in (making.abstract(config), making.shardings(config))
     ]
-    params, _ = safetensors.load_params(folder, config, *as_strings, progress=False)
+    params, _ = folders.load_params(folder, config, *as_strings, progress=False)
     assert set(params["layers"]) == {"0", "1", "2"}
 
 
@@ -268,7 +260,7 @@ import sys
 import jax, ml_dtypes
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
-from kimi_jax.checkpoints import safetensors
+from kimi_jax.checkpoints import folders
 from kimi_jax.config import Config
 from tests.checkpoints import making
 
@@ -280,7 +272,7 @@ config = Config.from_hf(folder)
 tree, places = making.abstract(config, ml_dtypes.bfloat16), making.shardings(config, spread=spread)
 jax.block_until_ready(jax.device_put([0.0] * 8, jax.devices()))
 before = peak()
-params, _ = safetensors.load_params(folder, config, tree, places, progress=False)
+params, _ = folders.load_params(folder, config, tree, places, progress=False)
 sizes = [array.nbytes for array in jax.tree.leaves(params)]
 print(peak() - before, sum(sizes), max(sizes))
 """
