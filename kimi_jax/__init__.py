@@ -9,6 +9,7 @@ from typing import Any
 from kimi_jax import config
 from kimi_jax.checkpoints.states import load_state, save_state
 from kimi_jax.config import Config
+from kimi_jax.convert import convert, dry_run
 from kimi_jax.generate import Completion, Piece, generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
 from kimi_jax.planning.explain import Explanation, explain, explain_diff
@@ -35,6 +36,8 @@ __all__ = [
     "TopK",
     "TopP",
     "__version__",
+    "convert",
+    "dry_run",
     "explain",
     "explain_diff",
     "export_safetensors",

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from kimi_jax.commands import bench, explain, generate, plan
+from kimi_jax.commands import bench, convert, explain, generate, plan
 
-COMMANDS = (generate, plan, explain, bench)
+COMMANDS = (generate, plan, explain, convert, bench)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ FLOORS = [
     {"layers"},
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
-    {"runtime", "steps", "loading"},
+    {"runtime", "steps", "loading", "convert"},
     {"rows", "generate", "planning"},
     {"parity", "bench", "peer", "draw", "testing"},
     {"commands", "__main__", "__init__"},
