@@ -10,10 +10,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+import kimi_jax
 from kimi_jax.checkpoints import folders, headers
 from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.export import export_params, parse_size
 from kimi_jax.config import Config
+from sharding_rules import helix
 from tests.checkpoints import making
 from tests.checkpoints.making import stored
 
@@ -160,24 +162,29 @@ def test_sizes_that_mean_nothing_are_refused(text):
 
 @pytest.mark.parity
 def test_transformers_loads_an_export_without_a_missing_key_and_says_the_same(tiny, tmp_path):
+    """The same logits as of the original, bit for bit, and the greedy tokens that are ours."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = Config.from_hf(tiny)
-    params, _ = load(tiny, config)
+    ours = kimi_jax.load(tiny, dtype="float32", layout=helix(2, 4), progress=False)
+    prompt, new_tokens = [256, 72, 105, 33, 90, 12], 48
+    ids = torch.tensor([prompt])
+    original = transformers.KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = original(ids).logits
+    (continued,) = kimi_jax.generate(ours, [prompt], max_new_tokens=new_tokens)
     raw = json.loads((tiny / "config.json").read_text())
-    ids = torch.tensor([[256, 72, 105, 33, 90, 12]])
-    logits = []
     for i, hub_config in enumerate((raw, None)):
         out = tmp_path / str(i)
-        contents = Contents(config, params, hub_config=hub_config, source=tiny)
+        contents = Contents(ours.config, ours.params, hub_config=hub_config, source=tiny)
         export_params(out, contents, shard_size="3MB", progress=False)
         model, info = transformers.KimiLinearForCausalLM.from_pretrained(
             out, dtype=torch.float32, output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
         with torch.no_grad():
-            logits.append(model(ids).logits)
-    original = transformers.KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with torch.no_grad():
-        wanted = original(ids).logits
-    assert all(torch.equal(wanted, got) for got in logits)
+            assert torch.equal(wanted, model(ids).logits)
+            tokens = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens
+            )
+        assert tokens[0, len(prompt) :].tolist() == continued.tokens
+        assert len(set(continued.tokens)) > 5, "a constant continuation shows nothing"

@@ -14,9 +14,9 @@ from kimi_jax.checkpoints.rank_shards import hub_tensors_of_ranks, merge_ranks
 from kimi_jax.config import Config
 from sharding_rules import helix
 from tests.checkpoints import making
+from tests.helpers import golden
 
 RANKS = 4
-TOKENS = [[5, 7, 11, 13, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,8 @@ def test_a_folder_completed_from_rank_files_loads_onto_any_layout_as_the_hubs_ow
 def test_shards_put_into_a_model_give_its_logits(engine, models):
     root, config, _ = engine
     model = models("kimi-k3-random")
-    wanted = np.asarray(model.logits(TOKENS))
+    tokens = golden("kimi-k3-random")["ids_2"][None]
+    wanted = np.asarray(model.logits(tokens))
     layers = model.params["layers"]
     originals = {layer: layers[layer]["attention"]["qkv_a"] for layer in config.mla_layers}
 
@@ -74,7 +75,7 @@ def test_shards_put_into_a_model_give_its_logits(engine, models):
         for layer, original in originals.items():
             value = order(shards_of(root, layer)).astype(original.dtype)
             layers[layer]["attention"]["qkv_a"] = jax.device_put(value, original.sharding)
-        return np.asarray(model.logits(TOKENS))
+        return np.asarray(model.logits(tokens))
 
     try:
         np.testing.assert_array_equal(put(lambda shards: merge_ranks(shards, config)), wanted)
