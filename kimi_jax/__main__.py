@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from kimi_jax.commands import bench, convert, explain, generate, plan
+from kimi_jax.commands import bench, convert, disk, explain, generate, plan
 
-COMMANDS = (generate, plan, explain, convert, bench)
+COMMANDS = (generate, plan, explain, convert, bench, disk)
 
 
 def main(argv: list[str] | None = None) -> int:

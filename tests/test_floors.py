@@ -22,7 +22,7 @@ FLOORS = [
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime", "steps", "loading", "convert"},
     {"rows", "generate", "planning"},
-    {"parity", "bench", "peer", "draw", "testing"},
+    {"parity", "bench", "disk", "peer", "draw", "testing"},
     {"commands", "__main__", "__init__"},
 ]
 MESH_WORDS = {"PartitionSpec", "NamedSharding", "Mesh", "AbstractMesh", "make_mesh"}

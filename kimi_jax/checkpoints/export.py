@@ -140,6 +140,7 @@ def _write_shard(file: Path, shard: Sequence[_Out], held: "_Held") -> Iterator[i
             stream.seek(first + begins[out.name])
             _write(stream, _assemble(out, held))
             yield out.nbytes
+        os.fsync(stream.fileno())  # before the rename that makes it count
 
 
 def _assemble(out: _Out, held: "_Held") -> np.ndarray:

@@ -1,0 +1,187 @@
+"""Time loading, saving and exporting beside what the disk itself does with the same bytes, in the same run.
+
+The disk's own are plain reads of the checkpoint's files, and copies of them that are on the disk when they are done.
+Everything is done once a round, one after the other, so that what else the machine does falls on all of it alike.
+"""
+
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kimi_jax.checkpoints.contents import Contents
+from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.placing import Deferred
+from kimi_jax.checkpoints.report import human
+from kimi_jax.config import Config
+from kimi_jax.loading import export_safetensors, load, save
+from kimi_jax.planning import tables
+from kimi_jax.planning.placement import declared
+from kimi_jax.runtime import Model
+from sharding_rules import SINGLE, Layout
+
+CHUNK = 8 << 20  # bytes of one plain read
+OWN = ("read", "copy")  # the disk's own
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was timed. rate: bytes of checkpoint a second, the median of the rounds; of_read and of_copy: its
+    share of the disk's own in the same round, the median too.
+    """
+
+    what: str
+    rate: float
+    slowest: float
+    fastest: float
+    of_read: float
+    of_copy: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was timed, and where. cold: the files' pages were dropped from memory before each reading."""
+
+    machine: dict[str, str]
+    nbytes: int
+    files: int
+    rounds: int
+    cold: bool
+    layout: str
+    rows: list[Row]
+
+    def to_json(self) -> str:
+        """All of it."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __repr__(self) -> str:
+        about = "cold" if self.cold else "warm"
+        head = f"{human(self.nbytes)} in {self.files} files, {about}, {self.layout}, {self.rounds} rounds"
+        rows = [
+            (row.what, f"{row.rate / 1e9:.2f}", f"{row.slowest / 1e9:.2f}..{row.fastest / 1e9:.2f}",
+             *("" if row.what in OWN else f"{share:.0%}" for share in (row.of_read, row.of_copy)))
+            for row in self.rows
+        ]  # fmt: skip
+        return f"{head}\n{tables.text(['what', 'GB/s', 'range', 'of read', 'of copy'], rows)}"
+
+
+def run(
+    folder: str | Path, *, nbytes: int = 2 * 10**9, rounds: int = 5, cold: bool = False, layout: Layout = SINGLE
+) -> Report:
+    """Time a random checkpoint of about `nbytes` in a new folder inside `folder`, which is deleted at the end.
+
+    Raises ValueError if there is no room for four of them.
+    """
+    if (free := shutil.disk_usage(folder).free) < 4 * nbytes:
+        raise ValueError(f"{folder} has {human(free)} left; four times {human(nbytes)} was wanted")
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        work = Path(name)
+        files = write_random(work / "hub", sized(nbytes))
+        size = sum(file.stat().st_size for file in files)
+        seconds = [one_round(work, files, layout, cold) for _ in range(rounds)]
+    rates = {what: [size / taken[what] for taken in seconds] for what in seconds[0]}
+    machine = {
+        "hardware": f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("jax", "orbax-checkpoint", "numpy")},
+    }
+    mesh = f"{layout.tp} x {layout.cp} {jax.default_backend()} device{'s' if layout.ranks > 1 else ''}"
+    return Report(machine, size, len(files), rounds, cold, mesh, [_row(what, rates) for what in rates])
+
+
+def sized(nbytes: int) -> Config:
+    """Two layers of Kimi Linear 48B, one dense and one MoE, with experts for about so many bytes in bfloat16."""
+    config = replace(
+        Config.named("kimi-linear-48b"), num_hidden_layers=2, mla_layers=(1,), vocab_size=8192, num_experts=8
+    )
+    least, expert = (_bytes(replace(config, num_experts=count)) for count in (8, 9))
+    return replace(config, num_experts=max(8, 8 * round((nbytes - least) / (8 * (expert - least)) + 1)))
+
+
+def write_random(folder: Path, config: Config) -> list[Path]:
+    """A checkpoint of random bits as the hub has it, made a parameter at a time -> its files."""
+    rng, model = np.random.default_rng(0), Model(config, SINGLE, config.dtype)
+
+    def make(leaf: jax.ShapeDtypeStruct) -> Deferred:
+        dtype = np.dtype(leaf.dtype)
+
+        def bits() -> jax.Array:
+            count = math.prod(leaf.shape) * dtype.itemsize
+            return jax.device_put(rng.integers(0, 256, count, np.uint8).view(dtype).reshape(leaf.shape))
+
+        return Deferred(leaf.shape, dtype, bits)
+
+    return export_params(folder, Contents(config, jax.tree.map(make, model.abstract())), progress=False)
+
+
+def one_round(work: Path, files: Sequence[Path], layout: Layout, cold: bool) -> dict[str, float]:
+    """Seconds of each thing, once."""
+    seconds: dict[str, float] = {}
+
+    def timed(what: str, call: Callable[[], Any], reads: Sequence[Path] = ()) -> Any:
+        for file in reads if cold else ():
+            forget(file)
+        began = time.perf_counter()
+        result = jax.block_until_ready(call())
+        seconds[what] = time.perf_counter() - began
+        return result
+
+    timed("read", lambda: read(files), files)
+    timed("copy", lambda: copy(files, work / "copied"), files)
+    shutil.rmtree(work / "copied")
+    model = timed("load", lambda: load(files[0].parent, layout=layout, progress=False), files)
+    timed("export", lambda: export_safetensors(model, work / "exported", progress=False))
+    shutil.rmtree(work / "exported")
+    timed("save", lambda: save(model, work / "saved", progress=False))
+    del model
+    saved = [file for file in (work / "saved").rglob("*") if file.is_file()]
+    timed("load a save", lambda: load(work / "saved", layout=layout, progress=False), saved)
+    shutil.rmtree(work / "saved")
+    return seconds
+
+
+def read(files: Sequence[Path]) -> None:
+    """Every byte once, into one buffer."""
+    buffer = bytearray(CHUNK)
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def copy(files: Sequence[Path], folder: Path) -> None:
+    """Copies that are on the disk when this returns."""
+    folder.mkdir()
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+        with (folder / file.name).open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def forget(file: Path) -> None:
+    """Drop a file's pages from the system's memory, so that the next reading comes from the disk."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _row(what: str, rates: dict[str, list[float]]) -> Row:
+    own = rates[what]
+    shares = (statistics.median(a / b for a, b in zip(own, rates[disks], strict=True)) for disks in OWN)
+    return Row(what, statistics.median(own), min(own), max(own), *shares)
+
+
+def _bytes(config: Config) -> int:
+    return sum(int(np.prod(p.shape)) * p.dtype.itemsize for _, p in declared(config, SINGLE, config.dtype))
