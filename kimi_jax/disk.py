@@ -1,7 +1,9 @@
 """Time loading, saving and exporting beside what the disk itself does with the same bytes, in the same run.
 
-The disk's own are plain reads of the checkpoint's files, and copies of them that are on the disk when they are done.
-Everything is done once a round, one after the other, so that what else the machine does falls on all of it alike.
+The disk's own are reads of the checkpoint's files into one small buffer, reads into new memory of their size (which a
+model needs too, and which costs more than a fast disk or a page cache does), and copies that are on the disk when they
+are done. Each round does everything once, in an order of its own, so that what else the machine does falls on all
+alike.
 """
 
 import json
@@ -12,11 +14,11 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,21 +35,20 @@ from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, Layout
 
 CHUNK = 8 << 20  # bytes of one plain read
-OWN = ("read", "copy")  # the disk's own
+OWN = ("read", "read and keep", "copy")  # the disk's own
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was timed. rate: bytes of checkpoint a second, the median of the rounds; of_read and of_copy: its
-    share of the disk's own in the same round, the median too.
+    """One thing that was timed. rate: bytes of checkpoint a second, the median of the rounds; share: of each of OWN in
+    the same round, the median too.
     """
 
     what: str
     rate: float
     slowest: float
     fastest: float
-    of_read: float
-    of_copy: float
+    share: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Report:
         head = f"{human(self.nbytes)} in {self.files} files, {about}, {self.layout}, {self.rounds} rounds"
         rows = [
             (row.what, f"{row.rate / 1e9:.2f}", f"{row.slowest / 1e9:.2f}..{row.fastest / 1e9:.2f}",
-             *("" if row.what in OWN else f"{share:.0%}" for share in (row.of_read, row.of_copy)))
+             *("" if row.what in OWN else f"{share:.0%}" for share in row.share.values()))
             for row in self.rows
         ]  # fmt: skip
-        return f"{head}\n{tables.text(['what', 'GB/s', 'range', 'of read', 'of copy'], rows)}"
+        return f"{head}\n{tables.text(['what', 'GB/s', 'range', *(f'of {own}' for own in OWN)], rows)}"
 
 
 def run(
@@ -90,10 +91,12 @@ def run(
         work = Path(name)
         files = write_random(work / "hub", sized(nbytes))
         size = sum(file.stat().st_size for file in files)
-        seconds = [one_round(work, files, layout, cold) for _ in range(rounds)]
-    rates = {what: [size / taken[what] for taken in seconds] for what in seconds[0]}
+        todo, rng = things(work, files, layout), np.random.default_rng(0)
+        seconds = [one_round(todo, rng.permutation(list(todo)).tolist(), cold) for _ in range(rounds)]
+    rates = {what: [size / taken[what] for taken in seconds] for what in todo}
     machine = {
         "hardware": f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 30} GiB",
+        "load average": f"{os.getloadavg()[0]:.1f} before",
         "python": platform.python_version(),
         **{package: version(package) for package in ("jax", "orbax-checkpoint", "numpy")},
     }
@@ -126,29 +129,43 @@ def write_random(folder: Path, config: Config) -> list[Path]:
     return export_params(folder, Contents(config, jax.tree.map(make, model.abstract())), progress=False)
 
 
-def one_round(work: Path, files: Sequence[Path], layout: Layout, cold: bool) -> dict[str, float]:
-    """Seconds of each thing, once."""
-    seconds: dict[str, float] = {}
+class Thing(NamedTuple):
+    """What is timed: a call, the files that it reads, and the folder that it leaves."""
 
-    def timed(what: str, call: Callable[[], Any], reads: Sequence[Path] = ()) -> Any:
+    call: Callable[[], Any]
+    reads: Sequence[Path] = ()
+    leaves: Path | None = None
+
+
+def things(work: Path, files: Sequence[Path], layout: Layout) -> dict[str, Thing]:
+    """Everything that is timed, by name. Makes the model that is saved, and a save to load."""
+    hub, out = files[0].parent, work / "out"
+    model = load(hub, layout=layout, progress=False)
+    save(model, work / "saved", progress=False)
+    saved = [file for file in (work / "saved").rglob("*") if file.is_file()]
+    return {
+        "read": Thing(lambda: read(files), files),
+        "read and keep": Thing(lambda: [np.fromfile(file, np.uint8) for file in files], files),
+        "copy": Thing(lambda: copy(files, out), files, out),
+        "load": Thing(lambda: load(hub, layout=layout, progress=False), files),
+        "load a save": Thing(lambda: load(work / "saved", layout=layout, progress=False), saved),
+        "save": Thing(lambda: save(model, out, progress=False), leaves=out),
+        "export": Thing(lambda: export_safetensors(model, out, progress=False), leaves=out),
+    }
+
+
+def one_round(todo: Mapping[str, Thing], order: Sequence[str], cold: bool) -> dict[str, float]:
+    """Seconds of each thing, once, in this order."""
+    seconds: dict[str, float] = {}
+    for what in order:
+        call, reads, leaves = todo[what]
         for file in reads if cold else ():
             forget(file)
         began = time.perf_counter()
-        result = jax.block_until_ready(call())
+        jax.block_until_ready(getattr(call(), "params", None))
         seconds[what] = time.perf_counter() - began
-        return result
-
-    timed("read", lambda: read(files), files)
-    timed("copy", lambda: copy(files, work / "copied"), files)
-    shutil.rmtree(work / "copied")
-    model = timed("load", lambda: load(files[0].parent, layout=layout, progress=False), files)
-    timed("export", lambda: export_safetensors(model, work / "exported", progress=False))
-    shutil.rmtree(work / "exported")
-    timed("save", lambda: save(model, work / "saved", progress=False))
-    del model
-    saved = [file for file in (work / "saved").rglob("*") if file.is_file()]
-    timed("load a save", lambda: load(work / "saved", layout=layout, progress=False), saved)
-    shutil.rmtree(work / "saved")
+        if leaves is not None:
+            shutil.rmtree(leaves)
     return seconds
 
 
@@ -179,8 +196,8 @@ def forget(file: Path) -> None:
 
 def _row(what: str, rates: dict[str, list[float]]) -> Row:
     own = rates[what]
-    shares = (statistics.median(a / b for a, b in zip(own, rates[disks], strict=True)) for disks in OWN)
-    return Row(what, statistics.median(own), min(own), max(own), *shares)
+    share = {disk: statistics.median(a / b for a, b in zip(own, rates[disk], strict=True)) for disk in OWN}
+    return Row(what, statistics.median(own), min(own), max(own), share)
 
 
 def _bytes(config: Config) -> int:

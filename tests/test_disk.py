@@ -19,10 +19,11 @@ def test_a_run_times_everything_beside_the_disk_and_cleans_up(tmp_path, monkeypa
     assert main(["disk", str(work), "--size", "1MB", "--rounds", "2", "--cold", "--json", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out").read_text())
     rows = {row["what"]: row for row in report["rows"]}
-    assert list(rows) == ["read", "copy", "load", "export", "save", "load a save"]
+    assert list(rows) == ["read", "read and keep", "copy", "load", "load a save", "save", "export"]
     for row in rows.values():
         assert row["slowest"] <= row["rate"] <= row["fastest"]
-    assert rows["read"]["of_read"] == rows["copy"]["of_copy"] == 1
+        assert len(row["share"]) == 3
+    assert all(rows[own]["share"][own] == 1 for own in disk.OWN)
     assert report["cold"] and report["rounds"] == 2 and report["nbytes"] > 1 << 20
     assert len(set(forgotten)) > 50  # those of the saves too
     assert not list(work.iterdir())
