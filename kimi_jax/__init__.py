@@ -10,6 +10,7 @@ from kimi_jax import config
 from kimi_jax.checkpoints.states import load_state, save_state
 from kimi_jax.completion import Completion, Piece
 from kimi_jax.config import Config
+from kimi_jax.convert import convert, dry_run
 from kimi_jax.draw import draw
 from kimi_jax.generate import generate, stream
 from kimi_jax.loading import export_safetensors, load, random_model, save
@@ -39,7 +40,9 @@ __all__ = [
     "TopK",
     "TopP",
     "__version__",
+    "convert",
     "draw",
+    "dry_run",
     "explain",
     "explain_diff",
     "export_safetensors",

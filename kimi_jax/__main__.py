@@ -5,9 +5,9 @@ import os
 import sys
 
 from kimi_jax import processes
-from kimi_jax.commands import bench, explain, generate, parity, plan, tiny_k3
+from kimi_jax.commands import bench, convert, disk, explain, generate, parity, plan, tiny_k3
 
-COMMANDS = (generate, plan, explain, parity, bench, tiny_k3)
+COMMANDS = (generate, plan, explain, parity, convert, bench, disk, tiny_k3)
 
 
 def main(argv: list[str] | None = None) -> int:

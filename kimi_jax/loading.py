@@ -16,8 +16,10 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 
 from kimi_jax import strict_json
-from kimi_jax.checkpoints import folders, orbax
+from kimi_jax.checkpoints import folders
+from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.saving import Saving, save_params
 from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import Parameter, build, sizes
@@ -83,16 +85,13 @@ def eos_token_ids(folder: Path, config: Config) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def save(model: Model, path: str | Path, *, progress: bool = True, wait: bool = True) -> orbax.Saving:
+def save(model: Model, path: str | Path, *, progress: bool = True, wait: bool = True) -> Saving:
     """Save the parameters with orbax, layout-free: `load` puts them onto any other layout.
 
     A save is whole or not there: killed at any moment it leaves the one before. wait: False returns while files are
     being written; call `.wait()` on the result before the parameters or the program go.
     """
-    padding = None if model.report is None else model.report.padding
-    return orbax.save_params(
-        path, model.config, model.params, padding=padding, source=model.source, progress=progress, wait=wait
-    )
+    return save_params(path, _contents(model), progress=progress, wait=wait)
 
 
 def export_safetensors(
@@ -102,10 +101,12 @@ def export_safetensors(
 
     Raises ValueError if the folder exists and is not empty.
     """
-    padding = None if model.report is None else model.report.padding
-    return export_params(
-        path, model.config, model.params, padding=padding, source=model.source, shard_size=shard_size, progress=progress
-    )
+    return export_params(path, _contents(model), shard_size=shard_size, progress=progress)
+
+
+def _contents(model: Model) -> Contents:
+    padding = {} if model.report is None else model.report.padding
+    return Contents(model.config, model.params, padding=padding, source=model.source)
 
 
 def random_model(

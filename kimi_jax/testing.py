@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kimi_jax.checkpoints.appearing import refuse_taken
+from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.export import export_params
 from kimi_jax.checkpoints.names import canonical, hub_tensors
 from kimi_jax.config import Config
@@ -77,9 +79,8 @@ def write_tiny_k3(path: str | Path, *, seed: int = 0, shard_size: str | int = "1
     """
     path = Path(path)
     twin = path.with_name(f"{path.name}-bf16")
-    taken = [folder for folder in (path, twin) if folder.exists() and (not folder.is_dir() or any(folder.iterdir()))]
-    if taken:
-        raise ValueError(f"{taken[0]} exists and is not empty: give a new folder")
+    for folder in (path, twin):
+        refuse_taken(folder)
     tail = np.zeros(A_LOG_TAIL, np.float32)
     padding = {
         canonical(name, TINY_K3): tail
@@ -87,7 +88,7 @@ def write_tiny_k3(path: str | Path, *, seed: int = 0, shard_size: str | int = "1
         if any(parameter.endswith("A_log") for parameter, _ in uses)
     }
     params = random_model(TINY_K3, seed=seed).params
-    export_params(path, TINY_K3, params, padding=padding, shard_size=shard_size, progress=False)
+    export_params(path, Contents(TINY_K3, params, padding=padding), shard_size=shard_size, progress=False)
     export_safetensors(load(path, experts="bfloat16", progress=False), twin, progress=False)
     return path, twin
 

@@ -20,9 +20,9 @@ FLOORS = [
     {"layers"},
     {"model", "state"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
-    {"runtime", "steps", "loading"},
+    {"runtime", "steps", "loading", "convert"},
     {"rows", "prompting", "completion", "generate", "planning"},
-    {"comparing", "parity", "bench", "peer", "draw", "testing"},
+    {"comparing", "parity", "bench", "disk", "peer", "draw", "testing"},
     {"commands", "__main__", "__init__"},
 ]
 MESH_WORDS = {"PartitionSpec", "NamedSharding", "Mesh", "AbstractMesh", "make_mesh"}

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -15,21 +14,18 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 import numpy as np
 
+from kimi_jax.checkpoints.appearing import appearing, refuse_taken
+from kimi_jax.checkpoints.contents import Contents, write_json
 from kimi_jax.checkpoints.headers import INDEX, SINGLE_FILE
 from kimi_jax.checkpoints.names import Parameter, Piece, Shape, canonical, hub_tensors, table
-from kimi_jax.checkpoints.placing import Tree, check_tree, flatten
+from kimi_jax.checkpoints.placing import Deferred, made
 from kimi_jax.checkpoints.reading import NUMPY, Box
 from kimi_jax.checkpoints.report import bar
 from kimi_jax.config import Config
+from kimi_jax.processes import agree, fetch, is_first
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "B": 1, "": 1}
 SPELLED = {dtype: name for name, dtype in NUMPY.items()}
-# What may stand beside the weights, and is copied as it is.
-COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tiktoken.model", "tokenization_kimi.py",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json",
-    "merges.txt",
-)  # fmt: skip
 
 
 class _Out(NamedTuple):
@@ -47,60 +43,35 @@ class _Out(NamedTuple):
 
 
 def export_params(
-    path: str | Path,
-    config: Config,
-    params: Tree,
-    *,
-    raw_config: Mapping[str, Any] | None = None,
-    padding: Mapping[str, np.ndarray] | None = None,
-    source: str | Path | None = None,
-    shard_size: str | int = "5GB",
-    progress: bool = True,
+    path: str | Path, contents: Contents, *, shard_size: str | int = "5GB", progress: bool = True
 ) -> list[Path]:
     """Write a checkpoint folder that transformers reads -> its weight files.
 
-    params: the tree of `names.table`. What was loaded in its stored dtype comes back bit for bit; numbers held in
-    another dtype are cast to config.json's, except those that the table keeps. raw_config: config.json as it was loaded
-    (default: `config.to_hf()`). padding: `LoadReport.padding`. source: a folder to copy the tokenizer's files from.
-    shard_size: "5GB" (decimal), "2GiB" or bytes.
+    What was loaded in its stored dtype comes back bit for bit; numbers held in another dtype are cast to config.json's,
+    except those that the table keeps. shard_size: "5GB" (decimal), "2GiB" or bytes.
 
     The folder appears when it is complete. Raises ValueError if it is there already and not empty.
     """
-    path, limit = Path(path), parse_size(shard_size)
-    check_tree(params, {name: row.shape for name, row in table(config).items()})
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} exists and is not empty: an export does not mix with what is there")
-    arrays = flatten(params)
-    shards = _plan(config, arrays, padding or {}, limit)
+    path, limit, arrays = Path(path), parse_size(shard_size), contents.arrays()
+    agree("export_safetensors", path=str(path), there=path.exists(), shard_size=limit)
+    refuse_taken(path)
+    shards = _plan(contents.config, arrays, contents.padding, limit)
     names = [SINGLE_FILE] if len(shards) == 1 else [
         f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
     ]  # fmt: skip
-    unfinished = path.with_name(f".{path.name}.unfinished-{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    try:
+    with appearing(path) as unfinished:
+        write = _write_shard if is_first() else _help_with_shard
         with bar(sum(out.nbytes for shard in shards for out in shard), "export", progress) as shown:
+            held = _Held(arrays)  # of all shards: a parameter that two of them share is fetched once
             for name, shard in zip(names, shards, strict=True):
-                for nbytes in _write_shard(unfinished / name, shard, arrays):
+                for nbytes in write(unfinished / name, shard, held):
                     shown.update(nbytes)
-        if len(shards) > 1:
-            _write_index(unfinished / INDEX, dict(zip(names, shards, strict=True)))
-        text = json.dumps(dict(raw_config or config.to_hf()), indent=2) + "\n"
-        (unfinished / "config.json").write_text(text)
-        copy_companions(source, unfinished)
-        if path.exists():
-            path.rmdir()
-        unfinished.rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if is_first():
+            if len(shards) > 1:
+                _write_index(unfinished / INDEX, dict(zip(names, shards, strict=True)))
+            write_json(unfinished / "config.json", contents.hub())
+            contents.copy_companions(unfinished)
     return [path / name for name in names]
-
-
-def copy_companions(source: str | Path | None, target: Path) -> None:
-    """Copy the tokenizer's and the generation's files, those that are there."""
-    if source is not None:
-        for file in (Path(source) / name for name in COMPANIONS):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
 
 
 def parse_size(size: str | int) -> int:
@@ -112,7 +83,7 @@ def parse_size(size: str | int) -> int:
 
 
 def _plan(
-    config: Config, arrays: Mapping[str, jax.Array], padding: Mapping[str, np.ndarray], limit: int
+    config: Config, arrays: Mapping[str, jax.Array | Deferred], padding: Mapping[str, np.ndarray], limit: int
 ) -> list[list[_Out]]:
     """The tensors of each shard, in the table's order, so that a parameter is fetched once."""
     rows, shards, size = table(config), [[]], 0
@@ -140,11 +111,10 @@ def _hub_dtype(dtype: str) -> str:
 def _write_index(file: Path, shards: Mapping[str, Sequence[_Out]]) -> None:
     total = sum(out.nbytes for shard in shards.values() for out in shard)
     weight_map = {out.name: name for name, shard in shards.items() for out in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    file.write_text(json.dumps(index, indent=2) + "\n")
+    write_json(file, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _write_shard(file: Path, shard: Sequence[_Out], arrays: Mapping[str, jax.Array]) -> Iterator[int]:
+def _write_shard(file: Path, shard: Sequence[_Out], held: "_Held") -> Iterator[int]:
     """Write one file, tensor by tensor -> the bytes of each. Wide dtypes come first, so that each starts aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0
@@ -162,11 +132,18 @@ def _write_shard(file: Path, shard: Sequence[_Out], arrays: Mapping[str, jax.Arr
         _write(stream, len(text).to_bytes(8, "little") + text)
         first = stream.tell()
         stream.truncate(first + at)
-        held = _Held(arrays)
         for out in shard:
             stream.seek(first + begins[out.name])
             _write(stream, _assemble(out, held))
             yield out.nbytes
+        os.fsync(stream.fileno())  # before the rename that makes it count
+
+
+def _help_with_shard(file: Path, shard: Sequence[_Out], held: "_Held") -> Iterator[int]:
+    """What the other processes do while the first writes: hand it their parts of the parameters, in the same order."""
+    for out in shard:
+        _assemble(out, held)
+        yield out.nbytes
 
 
 def _assemble(out: _Out, held: "_Held") -> np.ndarray:
@@ -190,7 +167,7 @@ def _assemble(out: _Out, held: "_Held") -> np.ndarray:
 class _Held:
     """Boxes of parameters on the host; of the parameters themselves, the last two that were asked for."""
 
-    def __init__(self, arrays: Mapping[str, jax.Array]):
+    def __init__(self, arrays: Mapping[str, jax.Array | Deferred]):
         self.arrays = arrays
         self.fetched: dict[str, list[tuple[Box, np.ndarray]]] = {}
 
@@ -199,7 +176,7 @@ class _Held:
         if path not in self.fetched:
             if len(self.fetched) > 1:
                 del self.fetched[next(iter(self.fetched))]
-            self.fetched[path] = _fetch(self.arrays[path])
+            self.fetched[path] = _fetch(made(self.arrays[path]))
         shards = self.fetched[path]
         for own, values in shards:
             if own.meet(box) == box:
@@ -214,7 +191,7 @@ class _Held:
 def _fetch(array: jax.Array) -> list[tuple[Box, np.ndarray]]:
     """The different shards of an array as numpy, each with its box; on CPU these are the devices' own buffers."""
     if not array.is_fully_addressable:
-        raise ValueError("a model that is spread over several processes cannot be written by one of them")
+        return [(Box((0,) * array.ndim, array.shape), fetch(array))]
     shards: dict[Box, np.ndarray] = {}
     for shard in array.addressable_shards:
         bounds = [part.indices(size) for part, size in zip(shard.index, array.shape, strict=True)]

@@ -1,16 +1,25 @@
-"""One way into both kinds of checkpoint folder: what orbax saved, and safetensors as the hub has them."""
+"""One way into both kinds of checkpoint folder: what was saved with orbax, and safetensors as the hub has them."""
 
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_jax.checkpoints import orbax, safetensors
-from kimi_jax.checkpoints.placing import Tree, bytes_to_read
+from kimi_jax.checkpoints.matching import Match
+from kimi_jax.checkpoints.names import table
+from kimi_jax.checkpoints.placing import Tree, bytes_to_read, check_tree, defer, place
 from kimi_jax.checkpoints.report import LoadReport
 from kimi_jax.config import Config
 from kimi_jax.tables import human
 
 ENDS = 4096  # bytes at each end of a file that a fingerprint reads
+
+KINDS = {"orbax": orbax, "safetensors": safetensors}
+
+
+def kind_of(path: str | Path) -> str:
+    """A name in KINDS, by what is in the folder; "safetensors" for what holds neither."""
+    return "safetensors" if orbax.current(path) is None else "orbax"
 
 
 def locate(path: str | Path) -> Path:
@@ -37,17 +46,36 @@ def fingerprint(path: str | Path) -> str:
 
 
 def load_params(
-    path: str | Path,
-    config: Config,
-    abstract: Tree,
-    shardings: Tree,
-    keep: Tree | None = None,
-    *,
-    progress: bool = True,
+    path: str | Path, config: Config, abstract: Tree, shardings: Tree, *, progress: bool = True
 ) -> tuple[Tree, LoadReport]:
-    """`safetensors.load_params` or `orbax.load_params`, by what is in the folder."""
-    kind = safetensors if orbax.current(path) is None else orbax
-    return kind.load_params(path, config, abstract, shardings, keep, progress=progress)
+    """Read a checkpoint folder into the tree of `abstract`, each leaf placed by the same leaf of `shardings`.
+
+    abstract: nested dicts of jax.ShapeDtypeStruct, the paths and shapes of `names.table`, or larger: then the rest is
+    zero. Numbers are cast to its dtypes as they arrive, except where the table says that they are kept as stored. Host
+    memory beyond the parameters stays below two of them; on CPU they are not copied.
+
+    Raises ValueError, before anything is allocated, for a folder that is damaged or does not fit `config`.
+    """
+    found, report = _checked(path, config, abstract)
+    return place(found.sources, abstract, shardings, _kept(config), report, progress), report
+
+
+def open_params(path: str | Path, config: Config, abstract: Tree, shardings: Tree) -> tuple[Tree, LoadReport]:
+    """Like `load_params`, but the leaves are `placing.Deferred`s: nothing is read before they are made."""
+    found, report = _checked(path, config, abstract)
+    return defer(found.sources, abstract, shardings, _kept(config), report), report
+
+
+def _checked(path: str | Path, config: Config, abstract: Tree) -> tuple[Match, LoadReport]:
+    check_tree(abstract, {name: row.shape for name, row in table(config).items()})
+    kind = KINDS[kind_of(path)]
+    found = kind.inspect(path, config)
+    found.raise_problems(path)
+    return found, kind.describe(path, config, found)
+
+
+def _kept(config: Config) -> dict[str, bool]:
+    return {name: row.kept for name, row in table(config).items()}
 
 
 @dataclass(frozen=True)
@@ -81,11 +109,8 @@ def dry_run(path: str | Path, config: Config, abstract: Tree, shardings: Tree) -
 
     Raises ValueError only for a folder that cannot be made sense of: a damaged header, say.
     """
-    if orbax.current(path) is not None:
-        sources, skipped, problems = orbax.inspect(path, config), [], ([], [], [])
-    else:
-        found = safetensors.inspect(path, config)
-        sources, skipped = found.sources, [stored.name for stored in found.skipped]
-        problems = (found.missing, found.unexpected, found.misshapen)
-    counted = {} if any(problems) else bytes_to_read(sources, abstract, shardings)
-    return DryRun(str(path), counted, *problems, skipped)
+    check_tree(abstract, {name: row.shape for name, row in table(config).items()})
+    found = KINDS[kind_of(path)].inspect(path, config)
+    problems = (found.missing, found.unexpected, found.misshapen)
+    counted = {} if any(problems) else bytes_to_read(found.sources, abstract, shardings)
+    return DryRun(str(path), counted, *problems, [stored.name for stored in found.skipped])

@@ -1,12 +1,15 @@
 """Sources into arrays on devices: every shard filled from the byte ranges it needs, one parameter at a time.
 
-Serves every kind of folder. Must not know names or formats, nor where a parameter belongs: it is handed the shardings.
+All of them at once for a model, or each when it is asked for, so that a writer holds only what it is writing. Serves
+every kind of folder. Must not know names or formats, nor where a parameter belongs: it is handed the shardings.
 """
 
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -21,20 +24,35 @@ Tree = dict[Any, Any]
 SMALL = 8 << 20  # bytes; a parameter below is read whole and then cut
 
 
-def place(
+@dataclass(frozen=True)
+class Deferred:
+    """An array that is not there yet: `make` makes it, anew each time."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], jax.Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def defer(
     sources: Mapping[str, list[Source]],
     abstract: Tree,
     shardings: Tree,
     keep: Mapping[str, bool],
     report: LoadReport,
-    progress: bool,
+    count: Callable[[int], object] = lambda nbytes: None,
 ) -> Tree:
-    """The tree of `abstract` with arrays, filled from `sources` by path; `report` is completed.
+    """The tree of `abstract` with a `Deferred` in the place of each array, filled from `sources` by path when made.
 
     Numbers are cast to the dtypes of `abstract` as they arrive; where `keep` says so they stay as stored. A parameter
-    that is larger than its sources along an axis ends in zeros.
+    that is larger than its sources along an axis ends in zeros. `report` is told what changes, and with `count` the
+    bytes as they are read.
     """
-    begin, leaves, places = time.perf_counter(), flatten(abstract), flatten(shardings)
+    leaves, places = flatten(abstract), flatten(shardings)
     dtypes = {path: _dtype(sources[path], leaf.dtype, keep[path]) for path, leaf in leaves.items()}
     changed = {  # a tensor that is split counts once
         (source.stored.file, source.stored.name, f"{source.stored.dtype} -> {dtypes[path]}")
@@ -43,22 +61,45 @@ def place(
         if NUMPY[source.stored.dtype] != dtypes[path]
     }
     report.dtype_changes, report.parameters = dict(Counter(change for *_, change in changed)), len(leaves)
-    wanted = sum(_bytes_wanted(sources[path], leaf.shape, places[path]) for path, leaf in leaves.items())
-    arrays: dict[str, jax.Array] = {}
+
+    def counted(nbytes: int) -> None:
+        report.bytes_read += nbytes
+        count(nbytes)
+
+    deferred = {
+        path: Deferred(
+            leaf.shape, dtypes[path], partial(_load, sources[path], leaf.shape, dtypes[path], places[path], counted)
+        )
+        for path, leaf in leaves.items()
+    }
+    return unflatten(deferred, abstract)
+
+
+def place(
+    sources: Mapping[str, list[Source]],
+    abstract: Tree,
+    shardings: Tree,
+    keep: Mapping[str, bool],
+    report: LoadReport,
+    progress: bool,
+) -> Tree:
+    """The tree of `abstract` with arrays: all that `defer` would make. `report` is completed."""
+    begin, places = time.perf_counter(), flatten(shardings)
+    wanted = sum(_bytes_wanted(sources[path], leaf.shape, places[path]) for path, leaf in flatten(abstract).items())
     with bar(wanted, "load", progress) as shown:
-
-        def count(nbytes: int) -> None:
-            report.bytes_read += nbytes
-            shown.update(nbytes)
-
-        for path, leaf in leaves.items():
-            arrays[path] = _load(sources[path], leaf.shape, dtypes[path], places[path], count)
+        deferred = flatten(defer(sources, abstract, shardings, keep, report, shown.update))
+        arrays = {path: leaf.make() for path, leaf in deferred.items()}
     for array in arrays.values():
         for shard in array.addressable_shards:
             name = str(shard.device)
             report.bytes_per_device[name] = report.bytes_per_device.get(name, 0) + shard.data.nbytes
     report.seconds, report.peak_resident = time.perf_counter() - begin, peak_resident()
     return unflatten(arrays, abstract)
+
+
+def made(array: jax.Array | Deferred) -> jax.Array:
+    """The array itself."""
+    return array.make() if isinstance(array, Deferred) else array
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

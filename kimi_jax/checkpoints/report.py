@@ -23,6 +23,7 @@ class LoadReport:
     """What one load read and left. Bytes are bytes; `peak_resident` is the process's own maximum, ever."""
 
     folder: str
+    done: str = "loaded"
     files: int = 0
     tensors: int = 0
     parameters: int = 0
@@ -51,7 +52,9 @@ class LoadReport:
         return tables.html(self._title(), ("", ""), self._lines())
 
     def _title(self) -> str:
-        return f"loaded {self.folder}: {self.parameters} parameters from {self.tensors} tensors in {self.files} files"
+        return (
+            f"{self.done} {self.folder}: {self.parameters} parameters from {self.tensors} tensors in {self.files} files"
+        )
 
     def _lines(self) -> list[tuple[str, str]]:
         rate = f"{self.seconds:.2f} s, {self.bytes_per_second / 1e9:.2f} GB/s"

@@ -6,15 +6,16 @@ Must not know how a state is used; `State.to` deals the positions out again.
 import dataclasses
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from kimi_jax import processes, strict_json
+from kimi_jax import strict_json
+from kimi_jax.checkpoints.appearing import appearing, refuse_taken
 from kimi_jax.config import Config
+from kimi_jax.processes import agree, is_first
 from kimi_jax.state import Cache, State, cache_shapes
 from sharding_rules import Layout
 
@@ -24,21 +25,14 @@ ABOUT = "state.json"
 def save_state(state: State, path: str | os.PathLike[str]) -> None:
     """Write a state into the new folder `path`; it appears whole, by one rename.
 
-    Raises ValueError if `path` exists.
+    Raises ValueError if `path` exists and is not empty.
     """
     import orbax.checkpoint as ocp  # takes a second; only states and saves need it
 
     path = Path(path)
-    taken = path.exists()
-    processes.agree("save_state", path=str(path), exists=taken, lengths=state.lengths, pending=state.pending)
-    if taken:
-        raise ValueError(f"path={str(path)!r} exists already; a state is saved into a new folder")
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    if processes.is_first():
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    processes.wait_for_all("the folder is there")
-    try:
+    agree("save_state", path=str(path), there=path.exists(), lengths=state.lengths, pending=state.pending)
+    refuse_taken(path)
+    with appearing(path) as unfinished:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(os.path.abspath(unfinished / "arrays"), _tree(state.cache))
         about = {
@@ -49,13 +43,8 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
             "lengths": state.lengths.tolist(),
             "pending": None if state.pending is None else state.pending.tolist(),
         }
-        if processes.is_first():
+        if is_first():
             (unfinished / ABOUT).write_text(json.dumps(about))
-            unfinished.rename(path)
-        processes.wait_for_all("the state is saved")
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def load_state(model: Any, path: str | os.PathLike[str]) -> State:

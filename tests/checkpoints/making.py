@@ -73,6 +73,23 @@ def write(folder: Path, config: Config, arrays: dict[str, np.ndarray], shards: i
     return folder
 
 
+def write_large(folder: Path, config: Config) -> Path:
+    """The same with random numbers in the hub's dtypes, a shard a layer, of which one at a time is held."""
+    rng, rows, shards, weight_map = np.random.default_rng(0), names.table(config), {}, {}
+    for name, ((path, piece), *_) in names.hub_tensors(config).items():
+        about = piece.hub_shape, np.float32 if rows[path].kept else ml_dtypes.bfloat16
+        shards.setdefault(name.rpartition("layers.")[2].partition(".")[0], {})[name] = about
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    for i, wanted in enumerate(shards.values()):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        made = {name: rng.random(shape, np.float32).astype(dtype) for name, (shape, dtype) in wanted.items()}
+        save_file(made, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(wanted, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every tensor of a folder by name: dtype, shape, bytes."""
     found = {}

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoints import reading, safetensors
+from kimi_jax.checkpoints import folders, reading, safetensors
 from kimi_jax.checkpoints.headers import INDEX, read_header, read_headers
 from tests.checkpoints import making
 
@@ -55,7 +55,7 @@ def fails(folder: Path, trees, *words: str) -> None:
     gc.collect()
     before, begin = len(jax.live_arrays()), time.monotonic()
     with pytest.raises(ValueError) as error:
-        safetensors.load_params(folder, CONFIG, *trees, progress=False)
+        folders.load_params(folder, CONFIG, *trees, progress=False)
     assert time.monotonic() - begin < 1.5  # of it, most goes to the type checks of the test run
     message = str(error.value)
     del error
@@ -134,7 +134,7 @@ def test_links_such_as_the_hubs_cache_makes_are_followed(folder, trees, tmp_path
     for file in (FIRST, LAST):
         (folder / file).rename(blobs / file)
         (folder / file).symlink_to(Path("..") / "blobs" / file)
-    safetensors.load_params(folder, CONFIG, *trees, progress=False)
+    folders.load_params(folder, CONFIG, *trees, progress=False)
 
 
 def test_a_tensor_of_the_wrong_shape(tmp_path, arrays, trees):
@@ -169,7 +169,7 @@ def test_packed_bytes_of_another_dtype(tmp_path):
     name = "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight_scale"
     folder = making.write(tmp_path, config, arrays | {name: arrays[name].astype(np.float32)})
     with pytest.raises(ValueError, match=r"w2\.weight_scale is F32; U8 was wanted"):
-        safetensors.load_params(folder, config, making.abstract(config), making.shardings(config), progress=False)
+        folders.load_params(folder, config, making.abstract(config), making.shardings(config), progress=False)
 
 
 def test_two_shards_with_the_same_tensor(folder, trees):
@@ -198,7 +198,7 @@ def test_config_and_weights_that_disagree(tmp_path, arrays, trees):
     ):
         config = making.small(**change)
         with pytest.raises(ValueError) as error:
-            safetensors.load_params(folder, config, making.abstract(config), making.shardings(config), progress=False)
+            folders.load_params(folder, config, making.abstract(config), making.shardings(config), progress=False)
         for word in words:
             assert word in str(error.value), str(error.value)
 
@@ -299,7 +299,7 @@ def test_a_file_that_shrinks_while_it_is_read(folder, trees, monkeypatch):
 
     monkeypatch.setattr(reading, "_read_all", shrinking)
     with pytest.raises(ValueError, match="the file ended while it was read") as error:
-        safetensors.load_params(folder, CONFIG, *trees, progress=False)
+        folders.load_params(folder, CONFIG, *trees, progress=False)
     assert calls[19] in str(error.value)
 
 

@@ -10,9 +10,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from kimi_jax.checkpoints import headers, safetensors
+import kimi_jax
+from kimi_jax.checkpoints import folders, headers
+from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.export import export_params, parse_size
 from kimi_jax.config import Config
+from sharding_rules import helix
 from tests.checkpoints import making
 from tests.checkpoints.making import stored
 
@@ -21,7 +24,7 @@ BF16 = ml_dtypes.bfloat16
 
 def load(folder, config, dtype=BF16, spread="two"):
     tree, places = making.abstract(config, dtype), making.shardings(config, spread=spread)
-    return safetensors.load_params(folder, config, tree, places, progress=False)
+    return folders.load_params(folder, config, tree, places, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -32,9 +35,8 @@ def load(folder, config, dtype=BF16, spread="two"):
 def test_a_hub_checkpoint_comes_back_bit_for_bit(data, tmp_path, name, spread):
     config, raw = Config.from_hf(data / name), json.loads((data / name / "config.json").read_text())
     params, report = load(data / name, config, spread=spread)
-    export_params(
-        tmp_path / "out", config, params, raw_config=raw, padding=report.padding, shard_size="1MB", progress=False
-    )
+    contents = Contents(config, params, hub_config=raw, padding=report.padding)
+    export_params(tmp_path / "out", contents, shard_size="1MB", progress=False)
     ours, theirs = stored(tmp_path / "out"), stored(data / name)
     assert ours == {key: value for key, value in theirs.items() if key not in report.skipped}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == raw
@@ -43,7 +45,7 @@ def test_a_hub_checkpoint_comes_back_bit_for_bit(data, tmp_path, name, spread):
 def test_the_dense_layers_get_the_hubs_spelling_back(tiny, tmp_path):
     config = Config.from_hf(tiny)
     params, _ = load(tiny, config)
-    export_params(tmp_path / "out", config, params, source=tiny, progress=False)
+    export_params(tmp_path / "out", Contents(config, params, source=tiny), progress=False)
     ours, theirs = stored(tmp_path / "out"), stored(tiny)
     fixed = {key.replace("layers.0.block_sparse_moe", "layers.0.mlp"): value for key, value in theirs.items()}
     assert ours == fixed and ours.keys() != theirs.keys()
@@ -58,7 +60,7 @@ def test_the_safetensors_package_reads_the_files(tmp_path):
     hub |= {name: array.astype(np.float32) for name, array in hub.items() if name.endswith(("A_log", "o_norm.weight"))}
     folder = making.write(tmp_path / "in", config, hub)
     params, _ = load(folder, config)
-    files = export_params(tmp_path / "out", config, params, shard_size=20_000, progress=False)
+    files = export_params(tmp_path / "out", Contents(config, params), shard_size=20_000, progress=False)
     assert len(files) > 3
     read = {}
     for file in files:
@@ -75,7 +77,7 @@ def test_the_safetensors_package_reads_the_files(tmp_path):
 def test_shards_respect_their_size_and_the_index_is_true(tmp_path):
     config = making.small()
     params, _ = load(making.write(tmp_path / "in", config, making.hub_arrays(config, BF16)), config)
-    files = export_params(tmp_path / "out", config, params, shard_size="10KB", progress=False)
+    files = export_params(tmp_path / "out", Contents(config, params), shard_size="10KB", progress=False)
     sizes = [sum(tensor.nbytes for tensor in headers.read_header(file)) for file in files]
     assert max(sizes) <= 10_000 and all(a + b > 5_000 for a, b in itertools.pairwise(sizes))
     index = json.loads((tmp_path / "out" / headers.INDEX).read_text())
@@ -83,14 +85,14 @@ def test_shards_respect_their_size_and_the_index_is_true(tmp_path):
     assert [file.name for file in files] == [
         f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
     ]
-    one = export_params(tmp_path / "one", config, params, progress=False)
+    one = export_params(tmp_path / "one", Contents(config, params), progress=False)
     assert [file.name for file in one] == ["model.safetensors"] and not (tmp_path / "one" / headers.INDEX).exists()
 
 
 def test_a_tensor_larger_than_a_shard_has_a_file_of_its_own(tmp_path):
     config = making.small()
     params, _ = load(making.write(tmp_path / "in", config, making.hub_arrays(config, BF16)), config)
-    files = export_params(tmp_path / "out", config, params, shard_size=1, progress=False)
+    files = export_params(tmp_path / "out", Contents(config, params), shard_size=1, progress=False)
     assert all(len(headers.read_header(file)) == 1 for file in files)
 
 
@@ -98,7 +100,7 @@ def test_a_widened_model_goes_back_to_the_stored_dtype(data, tmp_path):
     folder = data / "kimi-linear-random"
     config = Config.from_hf(folder)
     params, _ = load(folder, config, np.float32)
-    export_params(tmp_path / "out", config, params, progress=False)
+    export_params(tmp_path / "out", Contents(config, params), progress=False)
     assert stored(tmp_path / "out") == stored(folder)
 
 
@@ -111,7 +113,7 @@ def test_k3s_padding_is_written_back(tmp_path, tail):
         hub[name] = np.concatenate([np.arange(8), tail]).astype(np.float32) + layer
     folder = making.write(tmp_path / "in", config, hub)
     params, report = load(folder, config)
-    export_params(tmp_path / "out", config, params, padding=report.padding, progress=False)
+    export_params(tmp_path / "out", Contents(config, params, padding=report.padding), progress=False)
     assert stored(tmp_path / "out") == stored(folder)
 
 
@@ -121,8 +123,8 @@ def test_a_parameter_padded_by_the_layout_loses_its_padding(tmp_path):
     tree, places = making.abstract(config, BF16), making.shardings(config, spread="none")
     shape = tree["layers"][1]["attention"]["o"].shape
     tree["layers"][1]["attention"]["o"] = jax.ShapeDtypeStruct((shape[0], 8, shape[2]), BF16)
-    params, _ = safetensors.load_params(folder, config, tree, places, progress=False)
-    export_params(tmp_path / "out", config, params, progress=False)
+    params, _ = folders.load_params(folder, config, tree, places, progress=False)
+    export_params(tmp_path / "out", Contents(config, params), progress=False)
     assert stored(tmp_path / "out") == stored(folder)
 
 
@@ -132,16 +134,16 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(tmp_path, monkey
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="exists and is not empty"):
-        export_params(tmp_path / "out", config, params, progress=False)
+        export_params(tmp_path / "out", Contents(config, params), progress=False)
     (tmp_path / "out" / "mine.txt").unlink()
     broken = params | {"norm": params["norm"].copy()}
     broken["norm"].delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        export_params(tmp_path / "out", config, broken, progress=False)
+        export_params(tmp_path / "out", Contents(config, broken), progress=False)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in", "out"] and not list(
         (tmp_path / "out").iterdir()
     )
-    export_params(tmp_path / "out", config, params, progress=False)
+    export_params(tmp_path / "out", Contents(config, params), progress=False)
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -160,23 +162,29 @@ def test_sizes_that_mean_nothing_are_refused(text):
 
 @pytest.mark.parity
 def test_transformers_loads_an_export_without_a_missing_key_and_says_the_same(tiny, tmp_path):
+    """The same logits as of the original, bit for bit, and the greedy tokens that are ours."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = Config.from_hf(tiny)
-    params, _ = load(tiny, config)
+    ours = kimi_jax.load(tiny, dtype="float32", layout=helix(2, 4), progress=False)
+    prompt, new_tokens = [256, 72, 105, 33, 90, 12], 48
+    ids = torch.tensor([prompt])
+    original = transformers.KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = original(ids).logits
+    (continued,) = kimi_jax.generate(ours, [prompt], max_new_tokens=new_tokens)
     raw = json.loads((tiny / "config.json").read_text())
-    ids = torch.tensor([[256, 72, 105, 33, 90, 12]])
-    logits = []
     for i, hub_config in enumerate((raw, None)):
         out = tmp_path / str(i)
-        export_params(out, config, params, raw_config=hub_config, source=tiny, shard_size="3MB", progress=False)
+        contents = Contents(ours.config, ours.params, hub_config=hub_config, source=tiny)
+        export_params(out, contents, shard_size="3MB", progress=False)
         model, info = transformers.KimiLinearForCausalLM.from_pretrained(
             out, dtype=torch.float32, output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
         with torch.no_grad():
-            logits.append(model(ids).logits)
-    original = transformers.KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with torch.no_grad():
-        wanted = original(ids).logits
-    assert all(torch.equal(wanted, got) for got in logits)
+            assert torch.equal(wanted, model(ids).logits)
+            tokens = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens
+            )
+        assert tokens[0, len(prompt) :].tolist() == continued.tokens
+        assert len(set(continued.tokens)) > 5, "a constant continuation shows nothing"

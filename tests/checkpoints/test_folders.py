@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoints import folders, orbax, reading, safetensors
+from kimi_jax.checkpoints import folders, reading, safetensors, saving
+from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.config import Config
 from tests.checkpoints import making
 
@@ -67,7 +68,7 @@ def test_a_dry_run_of_a_save(tmp_path, unread):
     params = jax.tree.map(
         lambda leaf, place: jax.device_put(np.ones(leaf.shape, leaf.dtype), place), making.abstract(config), places
     )
-    orbax.save_params(tmp_path / "saved", config, params, progress=False)
+    saving.save_params(tmp_path / "saved", Contents(config, params), progress=False)
     run = folders.dry_run(tmp_path / "saved", config, making.abstract(config), places)
     held = sum(shard.data.nbytes for array in jax.tree.leaves(params) for shard in array.addressable_shards)
     assert run.ok and sum(run.bytes_per_device.values()) == held

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from kimi_jax.checkpoints import names, safetensors
+from kimi_jax.checkpoints import folders, names
 from kimi_jax.checkpoints.placing import flatten
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B, Config
 from tests.checkpoints import making
@@ -147,7 +147,7 @@ def expected(config: Config, hub: dict[str, np.ndarray]) -> dict[str, np.ndarray
 def test_every_parameter_is_what_plain_numpy_makes_of_the_tensors(tmp_path, config, spread):
     hub = making.hub_arrays(config)  # each float element is unique, so a swapped one cannot pass
     folder = making.write(tmp_path, config, hub, shards=3)
-    params, report = safetensors.load_params(
+    params, report = folders.load_params(
         folder, config, making.abstract(config), making.shardings(config, spread=spread), progress=False
     )
     flat, wanted = (
@@ -165,7 +165,7 @@ def test_every_parameter_is_what_plain_numpy_makes_of_the_tensors(tmp_path, conf
 def test_parameters_are_the_numbers_that_the_oracle_reads(data, tiny, folder):
     folder = tiny if folder == "kimi-linear-tiny" else data / folder
     config, (_, hub) = Config.from_hf(folder), oracle.load(folder)
-    params, _ = safetensors.load_params(
+    params, _ = folders.load_params(
         folder, config, making.abstract(config), making.shardings(config, spread="two"), progress=False
     )
     flat, wanted = flatten(params), expected(config, hub)
@@ -177,7 +177,7 @@ def test_parameters_are_the_numbers_that_the_oracle_reads(data, tiny, folder):
 def test_packed_experts_keep_the_bytes_of_the_file(data):
     folder = data / "kimi-k3-random"
     config = Config.from_hf(folder)
-    params, _ = safetensors.load_params(
+    params, _ = folders.load_params(
         folder, config, making.abstract(config), making.shardings(config, spread="first"), progress=False
     )
     ffn, (_, hub) = params["layers"][5]["ffn"], oracle.load(folder)
@@ -201,7 +201,7 @@ def loads_the_same(tmp_path, config, hub, other) -> None:
     for i, arrays in enumerate((hub, other)):
         folder = making.write(tmp_path / str(i), config, arrays)
         args = folder, config, making.abstract(config), making.shardings(config, spread="two")
-        results.append(safetensors.load_params(*args, progress=False)[0])
+        results.append(folders.load_params(*args, progress=False)[0])
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), *results)
 
 
