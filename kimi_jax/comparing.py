@@ -168,7 +168,8 @@ def _worst(mine: np.ndarray, right: np.ndarray) -> float:
 
 def _first_layer(pairs: Sequence[tuple[Row, Seen]], error: float, tolerance: float) -> Place | None:
     """The first output, from the embedding on, that is further off than the tolerance."""
-    known = [(row.right.hidden, s.hidden) for row, s in pairs if row.right.hidden is not None]
+    both = ((row.right.hidden, s.hidden) for row, s in pairs)
+    known = [(right, mine) for right, mine in both if right is not None and mine is not None]
     for back in range(-max((len(right) for right, _ in known), default=0), 0):
         largest = max(np.abs(right[back]).max() for right, _ in known)
         if max(_worst(mine[back], right[back]) for right, mine in known) > tolerance * largest:

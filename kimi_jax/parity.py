@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -242,5 +242,6 @@ def _prompts(model: Model, prompts: Prompt | Sequence[Prompt] | None) -> list[li
 
 def _compile(model: Model, shapes: set[tuple[int, int]], capacity: int) -> None:
     """Compile the steps of these (batch, width), several at once: nearly all the time goes there."""
+    batches, widths = zip(*shapes, strict=True)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda shape: model.compile_observe(*shape, capacity), sorted(shapes)))
+        list(pool.map(model.compile_observe, batches, widths, repeat(capacity)))

@@ -10,12 +10,14 @@ import pytest
 
 from kimi_jax import parity
 from kimi_jax.__main__ import main
-from kimi_jax.comparing import Row, Seen, alone, compare
+from kimi_jax.comparing import Row, Seen, alone, compare, run
 from kimi_jax.config import Config
 from kimi_jax.layers import block
 from kimi_jax.ops import helix as helix_op
 from kimi_jax.ops import routing
 from kimi_jax.parity import every_layout, unreached
+from kimi_jax.runtime import Model
+from kimi_jax.steps import Observed
 from sharding_rules import SINGLE, helix
 from tests.helpers import GOLDEN, worst
 from tests.layouts import SMALL, one_device
@@ -70,6 +72,39 @@ def test_the_command_checks_the_checkpoint_in_the_package_against_one_device(mon
     assert main(options) == 1
     text = capsys.readouterr().out
     assert "FAIL: 8 of 8 cases" in text and text.count("layer 3 (MLA)") == 9
+
+
+class Recorder(Model):
+    """Stands in for a model: takes what it is fed down."""
+
+    config = SMALL
+
+    def __init__(self):
+        self.fed = []
+
+    def new_state(self, batch, capacity):
+        self.fed.append((batch, capacity))
+
+    def observe(self, tokens, counts, state):
+        self.fed.append((tokens.tolist(), counts.tolist()))
+        zeros = np.zeros((1, *tokens.shape, 1))
+        return Observed(zeros[0], zeros, zeros[..., 0]), None
+
+
+def test_prompts_are_fed_in_chunks_with_junk_behind_them_and_rows_without_tokens_rest():
+    rows = [Row(ids, [7, 8], Seen(np.ones((1, 1)), None, None)) for ids in ([1, 2, 3], [4], [5])]
+    model, junk = Recorder(), SMALL.vocab_size - 1
+    seen = run(model, rows, chunk=4, padding=2, batch=2)
+    assert model.fed == [
+        (2, 5),
+        ([[1, 2, junk, junk], [4, junk, junk, junk]], [2, 1]),
+        ([[3, junk, junk, junk], [junk] * 4], [1, 0]),
+        ([[7], [7]], [1, 1]),
+        (2, 5),
+        ([[5, junk, junk, junk], [junk] * 4], [1, 0]),
+        ([[7], [junk]], [1, 0]),
+    ]
+    assert [len(s.logits) for s in seen] == [4, 2, 2]  # the last token of a continuation is not fed
 
 
 def test_a_broken_embedding_and_a_broken_head_are_told_apart():
