@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from kimi_jax.config import Config
-from kimi_jax.generate import feed, generate
+from kimi_jax.generation.generate import feed, generate
 from kimi_jax.loading import random_model
 from kimi_jax.runtime import Model
 from sharding_rules import Layout, helix

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kimi_jax import disk
 from kimi_jax.__main__ import main
+from kimi_jax.measuring import disk
 from sharding_rules import helix
 
 

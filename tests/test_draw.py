@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import kimi_jax
 from kimi_jax import tables
 from kimi_jax.checkpoints.report import LoadReport
-from kimi_jax.draw import draw
+from kimi_jax.drawing.draw import draw
 from kimi_jax.runtime import Model
 from sharding_rules import helix
 from tests import layouts

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B, Config
+from kimi_jax.placement import describe
 from kimi_jax.planning.explain import explain, explain_command, explain_diff
-from kimi_jax.planning.placement import describe
 from kimi_jax.planning.plan import plan
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, helix

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parent.parent
 # Lowest floor first. A module imports from its own floor and those below.
 FLOORS = [
     {"sharding_rules"},
-    {"version", "processes", "strict_json", "hf_config", "config", "tables", "blocks", "ops", "kernels"},
+    {"version", "processes", "strict_json", "hf_config", "config", "tables", "ops", "kernels"},
     {"layers"},
-    {"model", "state"},
+    {"model", "state", "placement"},
     {"checkpoints", "sampling", "tokenizer", "initialise"},
     {"runtime", "steps", "loading", "convert"},
-    {"rows", "prompting", "completion", "generate", "planning"},
-    {"comparing", "parity", "bench", "disk", "peer", "draw", "testing"},
+    {"generation", "planning"},
+    {"comparing", "measuring", "drawing", "testing"},
     {"commands", "__main__", "__init__"},
 ]
 MESH_WORDS = {"PartitionSpec", "NamedSharding", "Mesh", "AbstractMesh", "make_mesh"}
@@ -154,7 +154,7 @@ def kimi_jax_spells_no_mesh(module: Module) -> list[str]:
 
 
 def jit_lives_in_runtime(module: Module) -> list[str]:
-    if module.name in ("kimi_jax.runtime", "kimi_jax.bench"):
+    if module.name == "kimi_jax.runtime":
         return []
     return [f"line {line}: {word}" for line, word in words(module) if word in ("jit", "pjit", "pmap")]
 
@@ -227,8 +227,8 @@ LONG = "def f():\n    '''doc'''\n" + "    x = 1\n" * 74
         (imports_only_what_is_below, "kimi_jax.config", "import kimi_jax"),
         (imports_only_what_is_below, "kimi_jax.config", "from . import model"),
         (imports_only_what_is_below, "kimi_jax.layers.mla", "from ..runtime import Model"),
-        (imports_only_what_is_below, "kimi_jax.sampling", "from .generate import stream"),
-        (imports_only_what_is_below, "kimi_jax.parity", "import kimi_jax.__main__"),
+        (imports_only_what_is_below, "kimi_jax.sampling", "from .generation.generate import stream"),
+        (imports_only_what_is_below, "kimi_jax.comparing.parity", "import kimi_jax.__main__"),
         (imports_only_what_is_below, "sharding_rules.layout", "from kimi_jax.ops import norm"),
         (imports_only_what_is_below, "kimi_jax.helpers", "x = 1"),
         (sharding_rules_needs_jax_alone, "sharding_rules.helix", "from flax import nnx"),
@@ -242,7 +242,7 @@ LONG = "def f():\n    '''doc'''\n" + "    x = 1\n" * 74
         (kimi_jax_spells_no_mesh, "kimi_jax.__main__", "def f(mesh: jax.sharding.Mesh): ..."),
         (kimi_jax_spells_no_mesh, "kimi_jax.ops.helix", "jax.lax.psum(x, 'cp')"),
         (kimi_jax_spells_no_mesh, "kimi_jax.planning.plan", "size = mesh.shape['tp']"),
-        (jit_lives_in_runtime, "kimi_jax.generate", "import jax\nstep = jax.jit(f)"),
+        (jit_lives_in_runtime, "kimi_jax.generation.generate", "import jax\nstep = jax.jit(f)"),
         (jit_lives_in_runtime, "kimi_jax.layers.kda", "from flax import nnx\n@nnx.jit\ndef f(): ..."),
         (jit_lives_in_runtime, "sharding_rules.layout", "from jax import jit"),
         (no_environment_variables, "kimi_jax.testing", "import os\nos.environ['XLA_FLAGS'] = ''"),

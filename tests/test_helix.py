@@ -15,7 +15,7 @@ import pytest
 
 import kimi_jax
 from kimi_jax.config import Config
-from kimi_jax.generate import feed
+from kimi_jax.generation.generate import feed
 from kimi_jax.ops import helix as ops
 from kimi_jax.ops.attention import Partial
 from kimi_jax.runtime import Model

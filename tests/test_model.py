@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import kimi_jax
-from kimi_jax.generate import feed
+from kimi_jax.generation.generate import feed
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.model import Stream
 from tests.helpers import golden, relative_rms, worst

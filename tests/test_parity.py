@@ -10,12 +10,12 @@ import pytest
 
 from kimi_jax import parity
 from kimi_jax.__main__ import main
-from kimi_jax.comparing import Row, Seen, alone, compare, run
+from kimi_jax.comparing.parity import every_layout, unreached
+from kimi_jax.comparing.runs import Row, Seen, compare, run, run_alone
 from kimi_jax.config import Config
 from kimi_jax.layers import block
 from kimi_jax.ops import helix as helix_op
 from kimi_jax.ops import routing
-from kimi_jax.parity import every_layout, unreached
 from kimi_jax.runtime import Model
 from kimi_jax.steps import Observed
 from sharding_rules import SINGLE, helix
@@ -109,7 +109,7 @@ def test_prompts_are_fed_in_chunks_with_junk_behind_them_and_rows_without_tokens
 
 def test_a_broken_embedding_and_a_broken_head_are_told_apart():
     """Of what is right, one part is changed: the place is where the run leaves it."""
-    (row,) = alone(one_device(), [[1, 2, 3]], 1)
+    (row,) = run_alone(one_device(), [[1, 2, 3]], 1)
     seen, right = row.right, row.right
     entered = right.hidden * np.array([2, 1, 1]).reshape(3, 1, 1)
     for changed, place in (

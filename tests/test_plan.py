@@ -9,12 +9,12 @@ import pytest
 
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B
 from kimi_jax.model import build
+from kimi_jax.placement import declared
 from kimi_jax.planning import estimate
 from kimi_jax.planning.collectives import needed
 from kimi_jax.planning.compile_check import Check, check, check_apart, compile_command
 from kimi_jax.planning.devices import DEVICES, GIB, RESERVED, usable
 from kimi_jax.planning.explain import explain
-from kimi_jax.planning.placement import declared
 from kimi_jax.planning.plan import Plan, fits_command, layouts_that_fit, plan, plan_command
 from sharding_rules import SINGLE, helix
 from tests.layouts import SMALL, SMALL_K3

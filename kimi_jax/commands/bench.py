@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
     import kimi_jax
-    from kimi_jax import bench
+    from kimi_jax.measuring import bench
 
     start(args)
     peer = _peer_times(args) if args.peer else {}
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float]:
-    from kimi_jax import loading, peer
+    from kimi_jax import loading
+    from kimi_jax.measuring import peer
 
     config = config_of(args.config) if args.config else Config.from_hf(args.checkpoint or loading.SHIPPED)
     job = {

@@ -19,8 +19,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
     import kimi_jax
-    from kimi_jax import disk
     from kimi_jax.checkpoints.export import parse_size
+    from kimi_jax.measuring import disk
 
     if args.devices:
         kimi_jax.simulate_devices(args.devices)

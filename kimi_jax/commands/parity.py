@@ -48,9 +48,9 @@ def _layouts(args: argparse.Namespace):
     """The meshes asked for, or all of these devices, with the edited rules."""
     import jax
 
+    from kimi_jax.comparing.parity import both_ways, every_layout
     from kimi_jax.config import Config
     from kimi_jax.loading import SHIPPED
-    from kimi_jax.parity import both_ways, every_layout
     from sharding_rules import helix
 
     config = Config.from_hf(args.checkpoint or SHIPPED)

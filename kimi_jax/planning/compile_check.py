@@ -21,9 +21,9 @@ from kimi_jax import tables
 from kimi_jax.checkpoints.report import peak_resident
 from kimi_jax.config import Config
 from kimi_jax.ops.attention import KEY_BLOCK
+from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.planning import estimate
 from kimi_jax.planning.collectives import Found, differences, needed, part_of, read
-from kimi_jax.planning.placement import declared, describe, held, layout_json
 from kimi_jax.planning.plan import Plan, plan
 from kimi_jax.runtime import Model
 from kimi_jax.tables import human

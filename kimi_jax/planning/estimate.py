@@ -7,7 +7,7 @@ part of a layer, and the logits. XLA may fuse some of them away, or keep copies.
 import jax.numpy as jnp
 
 from kimi_jax.config import Config
-from kimi_jax.generate import PREFILL_CHUNK
+from kimi_jax.generation.generate import PREFILL_CHUNK
 from kimi_jax.layers.mla import attention_heads
 from kimi_jax.ops.attention import KEY_BLOCK
 from sharding_rules import Layout, axes

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from kimi_jax import tables
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, guard
+from kimi_jax.placement import declared, describe, held, kind, layout_json, order
 from kimi_jax.planning.collectives import Collective, needed
-from kimi_jax.planning.placement import declared, describe, held, kind, layout_json, order
 from kimi_jax.tables import Bar, human
 from sharding_rules import Layout
 

@@ -15,10 +15,10 @@ from kimi_jax import tables
 from kimi_jax.config import Config
 from kimi_jax.layers.mla import LatentCache
 from kimi_jax.model import guard, sizes
+from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.planning import estimate
 from kimi_jax.planning.collectives import Collective, needed
 from kimi_jax.planning.devices import DEVICES, GIB, usable
-from kimi_jax.planning.placement import declared, describe, held, layout_json
 from kimi_jax.state import cache_shapes
 from kimi_jax.tables import Bar, human
 from sharding_rules import SINGLE, Layout, axes, valid_meshes

@@ -29,7 +29,7 @@ from kimi_jax.checkpoints.export import export_params
 from kimi_jax.checkpoints.placing import Deferred
 from kimi_jax.config import Config
 from kimi_jax.loading import export_safetensors, load, save
-from kimi_jax.planning.placement import declared
+from kimi_jax.placement import declared
 from kimi_jax.runtime import Model
 from kimi_jax.tables import human
 from sharding_rules import SINGLE, Layout

@@ -1,7 +1,7 @@
 """`parity`: does a layout compute what one device does? A table of cases with a verdict, for people who change a rule.
 
 A case is a layout and a way to feed the prompts: in chunks of so many columns, some of them padding, so many rows at a
-time. Runs and comparisons are in `comparing`; nothing here compiles or spells a mesh.
+time. Runs and comparisons are in `runs`; nothing here compiles or spells a mesh.
 """
 
 import math
@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from kimi_jax import tables
 from kimi_jax.checkpoints import folders
-from kimi_jax.comparing import Place, alone, capacity, compare, read_golden, run
+from kimi_jax.comparing.runs import Place, capacity, compare, read_golden, run, run_alone
 from kimi_jax.config import Config
+from kimi_jax.generation.prompting import Prompt, as_list, encode
 from kimi_jax.loading import SHIPPED, load, random_model
 from kimi_jax.model import guard, sizes
-from kimi_jax.planning.placement import describe, layout_json
+from kimi_jax.placement import describe, layout_json
 from kimi_jax.processes import is_first
-from kimi_jax.prompting import Prompt, as_list, encode
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, Layout, axes, helix, valid_meshes
 
@@ -164,7 +164,7 @@ def parity(
         layout.mesh()
     if golden is None:
         single = _model(checkpoint, SINGLE)
-        rows, tolerance = alone(single, _prompts(single, prompts), max_new_tokens), EXACT
+        rows, tolerance = run_alone(single, _prompts(single, prompts), max_new_tokens), EXACT
     else:
         rows, tolerance = read_golden(golden, config, max_new_tokens), GOLDEN
     ways, cases = list(product(chunks, paddings, batches)), []

@@ -21,7 +21,9 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     Raises ValueError with the end of its error output if the peer fails.
     """
-    done = subprocess.run([sys.executable, "-m", "kimi_jax.peer", json.dumps(job)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "kimi_jax.measuring.peer", json.dumps(job)], capture_output=True, text=True
+    )
     if done.returncode:
         raise ValueError(f"the peer (transformers) failed: {done.stderr.strip()[-600:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

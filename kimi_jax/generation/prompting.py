@@ -55,7 +55,7 @@ def stops(model: Model, stop: str | Sequence[str | int]) -> tuple[np.ndarray, St
     return np.array(padded, np.int32), StopStrings(strings)
 
 
-def room(
+def state_with_room(
     model: Model, prompts: list[list[int]], max_new_tokens: int, capacity: int | None, state: State | None
 ) -> State:
     """A state with room for each row's prompt and new tokens: a fork of the given one, or a new one."""

@@ -53,7 +53,7 @@ class Difference(NamedTuple):
     near_routings: int
 
 
-def alone(model: Model, prompts: Sequence[list[int]], new: int) -> list[Row]:
+def run_alone(model: Model, prompts: Sequence[list[int]], new: int) -> list[Row]:
     """What a model says is right: each prompt by itself, in one piece, then `new` greedy tokens one by one."""
     longest = max(map(len, prompts))
     rows = []

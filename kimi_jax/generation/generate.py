@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Array
 from tqdm import tqdm
 
-from kimi_jax import prompting
-from kimi_jax.completion import Completion, Piece
+from kimi_jax.generation import prompting
+from kimi_jax.generation.completion import Completion, Piece
+from kimi_jax.generation.rows import Row
 from kimi_jax.processes import agree, alone, is_first
-from kimi_jax.rows import Row
 from kimi_jax.runtime import Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
 from kimi_jax.state import State
@@ -132,7 +132,7 @@ class Run:
         tokens = [prompting.encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
         stop_tokens, stop_strings = prompting.stops(model, stop)
         seeds = row_seeds(seed, len(tokens))
-        state = prompting.room(model, tokens, max_new_tokens, capacity, state)
+        state = prompting.state_with_room(model, tokens, max_new_tokens, capacity, state)
         rows = [Row(model.tokenizer, set(stop_tokens.tolist()), stop_strings) for _ in tokens]
         chunk = prefill_chunk or PREFILL_CHUNK
         return cls(

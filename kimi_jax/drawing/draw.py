@@ -12,9 +12,9 @@ import jax
 from jax.sharding import Sharding
 
 from kimi_jax import tables
-from kimi_jax.blocks import ArrayPicture, Names, draw_array
+from kimi_jax.drawing.blocks import ArrayPicture, Names, draw_array
 from kimi_jax.model import Parameter
-from kimi_jax.planning.placement import describe, kind, order
+from kimi_jax.placement import describe, kind, order
 from kimi_jax.runtime import Model
 from kimi_jax.state import State
 from kimi_jax.tables import Bar, Row, human

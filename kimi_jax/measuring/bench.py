@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from kimi_jax import processes, tables
 from kimi_jax.config import Config
 from kimi_jax.initialise import key_of
-from kimi_jax.planning.placement import declared, held
+from kimi_jax.placement import declared, held
 from kimi_jax.runtime import Model, born
 from kimi_jax.sampling import Temperature
 from kimi_jax.state import State, cache_shapes
