@@ -4,10 +4,8 @@ Nothing is allocated before the configuration, the layout and the room on the de
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +22,10 @@ from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import Parameter, build, sizes
 from kimi_jax.ops.mxfp4 import dequantise
+from kimi_jax.placement import weight_bytes
 from kimi_jax.processes import agree, alone
 from kimi_jax.runtime import DTYPES, Model, born
+from kimi_jax.tables import human
 from kimi_jax.tokenizer import load_tokenizer
 from sharding_rules import SINGLE, Layout, valid_meshes
 
@@ -169,19 +169,15 @@ def check_room(model: Model, limit: int | None = None) -> None:
     """
     stats = [device.memory_stats() or {} for device in model.mesh.local_devices]
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s] if limit is None else [limit]
-    need = weight_bytes(model.declared, model.layout)
-    if not limits or need <= min(limits):
+
+    def need(layout: Layout) -> int:
+        return weight_bytes(model.config, layout, str(model.dtype))
+
+    if not limits or need(model.layout) <= min(limits):
         return
     meshes = valid_meshes(model.layout, sizes(model.config, model.layout), 64)
-    room = [(tp, cp) for tp, cp in meshes if weight_bytes(model.declared, model.layout.resized(tp, cp)) <= min(limits)]
-    ranks = sorted({tp * cp for tp, cp in room})
+    ranks = sorted({tp * cp for tp, cp in meshes if need(model.layout.resized(tp, cp)) <= min(limits)})
     raise ValueError(
-        f"the weights need {need / 2**30:.2f} GiB on each of {model.layout.ranks} devices, which have "
-        f"{min(limits) / 2**30:.2f} GiB; they would fit tp * cp in {{{', '.join(map(str, ranks))}}} (up to 64 ranks)"
+        f"the weights need {human(need(model.layout))} on each of {model.layout.ranks} devices, which have "
+        f"{human(min(limits))}; they would fit tp * cp in {{{', '.join(map(str, ranks))}}} (up to 64 ranks)"
     )
-
-
-def weight_bytes(declared: Any, layout: Layout) -> int:
-    """Bytes of parameters that one device holds."""
-    leaves = jax.tree.leaves(declared, is_leaf=lambda x: isinstance(x, Parameter))
-    return sum(math.prod(layout.shard_shape(p.shape, *p.axes)) * p.dtype.itemsize for p in leaves)

@@ -1,4 +1,4 @@
-"""What the model declares, and what a layout makes of it: the ground of `plan` and `explain`. Makes no array."""
+"""What the model declares, and what a layout makes of it, in names and bytes. Makes no array."""
 
 import dataclasses
 import functools
@@ -22,6 +22,11 @@ def declared(config: Config, layout: Layout, dtype: str) -> list[tuple[tuple, Pa
 def held(layout: Layout, array: Any, names: tuple[str | None, ...]) -> int:
     """Bytes which one device holds of something with a shape, a dtype and these logical axes."""
     return math.prod(layout.shard_shape(array.shape, *names)) * jnp.dtype(array.dtype).itemsize
+
+
+def weight_bytes(config: Config, layout: Layout, dtype: str) -> int:
+    """Bytes of parameters that one device holds."""
+    return sum(held(layout, parameter, parameter.axes) for _, parameter in declared(config, layout, dtype))
 
 
 def describe(layout: Layout) -> str:

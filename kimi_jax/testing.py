@@ -71,7 +71,7 @@ def simulated_devices(n: int = 8) -> Any:
 def write_tiny_k3(path: str | Path, *, seed: int = 0, shard_size: str | int = "1MB") -> tuple[Path, Path]:
     """Write a random K3 of 2.4 MB as the hub would have it, and its twin -> the two folders, `path` and `path`-bf16.
 
-    The first has packed MXFP4 experts, an index over several shards, `language_model.` names and A_log stored longer
+    The first has packed MXFP4 experts, an index over several shards, the names of the hub and A_log stored longer
     than the heads; the twin the same numbers with experts unpacked to bfloat16. Whatever reads K3 must make the same of
     both. The config is `TINY_K3`; `seed` draws the weights, the same in every process and on every layout.
 

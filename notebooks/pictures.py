@@ -19,9 +19,9 @@ COLOURS = plt.color_sequences["okabe_ito"][5:] + plt.color_sequences["okabe_ito"
 WORDS = {"ha": "center", "va": "center"}
 ABOUT = (
     "where things live: axes, rules, mesh, guards",
-    "pure functions on arrays; the configuration",
+    "pure functions; the configuration",
     "flax modules with named axes",
-    "embedding to logits; the cache",
+    "embedding to logits; the cache; bytes",
     "checkpoints; text; random draws",
     "compiled steps on devices",
     "what users call",
@@ -34,7 +34,7 @@ def floors(names: list[set[str]]) -> Figure:
     """Floors from the lowest: each imports from its own and those below."""
     figure, axis = _page(8, 0.42 * len(names))
     for level, (parts, about) in enumerate(zip(names, ABOUT, strict=True)):
-        words = "  ".join(sorted(parts - {"__init__", "__main__", "version", "strict_json"})) or "kimi_jax"
+        words = "  ".join(sorted(parts - {"__init__", "__main__", "version", "strict_json", "hf_config"})) or "kimi_jax"
         colour = COLOURS[1] if level == 0 else COLOURS[0]
         axis.barh(level, 10, height=0.82, color=colour, alpha=0.12 + 0.03 * level, edgecolor=colour)
         axis.text(0.15, level, words, va="center", size=9, family="monospace")

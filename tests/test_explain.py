@@ -11,7 +11,7 @@ import pytest
 
 from kimi_jax.config import KIMI_K3, KIMI_LINEAR_48B, Config
 from kimi_jax.placement import describe
-from kimi_jax.planning.explain import explain, explain_command, explain_diff
+from kimi_jax.planning.explain import explain, explain_diff
 from kimi_jax.planning.plan import plan
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, helix
@@ -114,16 +114,16 @@ def test_only_one_model_can_be_compared_with_itself():
 def test_explanations_print_as_text_html_and_json():
     layout, other = helix(2, 4), helix(2, 4, shard_qkv_a=True)
     said = explain(TINY, layout)
-    assert repr(said) == said.table() == explain_command(TINY, layout)
+    assert repr(said) == said.table()
     assert said._repr_html_().count("<table>") == 2
-    values = json.loads(explain_command(TINY, layout, as_json=True))
+    values = json.loads(json.dumps(said.to_json()))
     assert values["bytes"] == said.nbytes and len(values["weights"]) == len(said.weights)
     assert values["replicated"][0] == "mla.qkv_a"
-    diff = explain_command(TINY, layout, other=other)
-    assert "from tp=2 x cp=4 = 8 ranks to tp=2 x cp=4 = 8 ranks, shard_qkv_a: -78,848 bytes a device" in diff
-    values = json.loads(explain_command(TINY, layout, other=other, as_json=True))
+    diff = explain_diff(said, explain(TINY, other))
+    assert "from tp=2 x cp=4 = 8 ranks to tp=2 x cp=4 = 8 ranks, shard_qkv_a: -78,848 bytes a device" in repr(diff)
+    values = json.loads(json.dumps(diff.to_json()))
     assert values["gained"] == -78_848 and values["moved"][0]["after"]["shard"] == [22, 128]
-    assert explain_diff(said, explain(TINY, other))._repr_html_().count("<table>") == 2
+    assert diff._repr_html_().count("<table>") == 2
 
 
 def test_a_layout_that_does_not_divide_is_refused():

@@ -10,9 +10,9 @@ import pytest
 
 import kimi_jax
 from kimi_jax.config import KIMI_K3
-from kimi_jax.layers import kda
 from kimi_jax.layers.block import AttnResBlock
 from kimi_jax.model import AttnResTransformer, Stream, guard
+from kimi_jax.ops import delta_rule
 from sharding_rules import helix
 from tests.helpers import golden, worst
 from tests.reference import oracle
@@ -137,9 +137,9 @@ def test_the_unbroken_model_moves_nothing(logits_of):
 
 def test_a_clamp_in_place_of_the_lower_bound_gate_is_noticed(logits_of, monkeypatch):
     def clamped(f, a_log, dt_bias, lower_bound):
-        return jnp.maximum(kda.delta_rule.softplus_gate(f, a_log, dt_bias), lower_bound)
+        return jnp.maximum(delta_rule.softplus_gate(f, a_log, dt_bias), lower_bound)
 
-    monkeypatch.setattr(kda.delta_rule, "lower_bound_gate", clamped)
+    monkeypatch.setattr(delta_rule, "lower_bound_gate", clamped)
     assert moved(logits_of()) > SENSITIVE
 
 

@@ -66,3 +66,28 @@ def test_generate_takes_token_ids(models, capsys):
     said = ",".join(map(str, ids))
     assert main(["generate", "--ids", said, "--max-new-tokens", "7", "--dtype", "float32"]) == 0
     assert capsys.readouterr().out == f"{ids} of the\n"
+
+
+def test_plan_searches_a_layout_that_fits_or_says_that_none_does(capsys):
+    sizes = ["--context", "131072", "--batch", "16"]
+    assert main(["plan", "--fits", "H200", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("H200: 138.00 GiB usable; batch 16, context 131,072, bfloat16") and "2 x 4" in text
+    assert main(["plan", "--config", "kimi-k3", "--fits", "H100", "--max-ranks", "8"]) == 0
+    assert capsys.readouterr().out == "no layout of up to 8 ranks fits H100 (78.00 GiB usable)\n"
+    assert main(["plan", "--fits", "H200", "--max-ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [plan["layout"]["tp"] * plan["layout"]["cp"] for plan in found] == [1, 2, 2]
+
+
+def test_plan_compiles_the_step_and_says_whether_it_is_as_planned(data, capsys):
+    folder = str(data / "kimi-linear-random")
+    assert main(["plan", "--config", folder, "--cp", "2", "--context", "256", "--compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["compiled"]["agrees"]
+
+
+def test_explain_prints_text_and_json(capsys):
+    assert main(["explain", "--tp", "2", "--cp", "4"]) == 0
+    assert "mla.kv_a" in capsys.readouterr().out
+    assert main(["explain", "--tp", "2", "--cp", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["replicated"]

@@ -1,8 +1,9 @@
 """Turn a hub checkpoint into an orbax save, or back; or check one without reading it."""
 
 import argparse
-import re
 import sys
+
+from kimi_jax.commands.options import mesh
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layout",
-        type=_mesh,
+        type=mesh,
         metavar="TPxCP",
         help="cut an orbax DST as the ranks of helix(TP, CP) hold it, a file a shard, so that each rank reads whole "
         "files (default: a file a parameter); any layout loads it either way. With --dry-run: whose ranks would read",
@@ -55,9 +56,3 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{report}\nwrote {args.dst}")
     return 0
-
-
-def _mesh(text: str) -> tuple[int, int]:
-    if not (found := re.fullmatch(r"(\d+)x(\d+)", text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: TPxCP, such as 2x4, was wanted")
-    return int(found[1]), int(found[2])

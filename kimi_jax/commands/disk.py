@@ -2,7 +2,7 @@
 
 import argparse
 
-from kimi_jax.commands.options import add_devices, add_layout, layout_of
+from kimi_jax.commands.options import add_devices, add_layout, layout_of, start
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +18,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
-    import kimi_jax
     from kimi_jax.checkpoints.export import parse_size
     from kimi_jax.measuring import disk
 
-    if args.devices:
-        kimi_jax.simulate_devices(args.devices)
+    start(args)
     report = disk.run(
         args.folder, nbytes=parse_size(args.size), rounds=args.rounds, cold=args.cold, layout=layout_of(args)
     )

@@ -1,8 +1,11 @@
 """Where every weight lives, and why."""
 
 import argparse
+import json
 
 from kimi_jax.commands.options import add_layout, config_of, layout_of
+from kimi_jax.planning.explain import explain, explain_diff
+from sharding_rules import helix
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +21,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
-    from kimi_jax.planning.explain import explain_command
-    from sharding_rules import helix
-
-    other = None
+    config, layout = config_of(args.config), layout_of(args)
+    said = explain(config, layout, dtype=args.dtype)
     if args.diff:
         tp, cp, *shard = args.diff.split(",")
         other = helix(int(tp), int(cp), shard_qkv_a=shard == ["shard"], tokens_per_block=args.tokens_per_block)
-    config, layout = config_of(args.config), layout_of(args)
-    print(explain_command(config, layout, other=other, dtype=args.dtype, as_json=args.json))
+        said = explain_diff(said, explain(config, other, dtype=args.dtype))
+    print(json.dumps(said.to_json(), indent=2) if args.json else said)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 
 from kimi_jax.config import Config
@@ -70,3 +71,15 @@ def start(args: argparse.Namespace) -> None:
 def numbers(text: str) -> list[int]:
     """ "1,8,32" -> [1, 8, 32]."""
     return [int(part) for part in text.split(",")]
+
+
+def mesh(text: str) -> tuple[int, int]:
+    """ "2x4" -> (2, 4)."""
+    if not (found := re.fullmatch(r"(\d+)x(\d+)", text)):
+        raise argparse.ArgumentTypeError(f"{text!r}: TPxCP, such as 2x4, was wanted")
+    return int(found[1]), int(found[2])
+
+
+def meshes(text: str) -> list[tuple[int, int]]:
+    """ "1x8,2x4" -> [(1, 8), (2, 4)]."""
+    return [mesh(part) for part in text.split(",")]

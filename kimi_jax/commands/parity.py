@@ -4,14 +4,14 @@ import argparse
 import json
 import sys
 
-from kimi_jax.commands.options import add_devices, numbers, start
+from kimi_jax.commands.options import add_devices, meshes, numbers, start
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
     parser.add_argument("--checkpoint", metavar="PATH", help="checkpoint folder (default: the one in the package)")
     parser.add_argument(
-        "--layouts", type=_meshes, metavar="TPxCP,...",
+        "--layouts", type=meshes, metavar="TPxCP,...",
         help="meshes, as 1x8,2x4, each with shard_qkv_a off and on (default: every mesh of the devices)",
     )  # fmt: skip
     parser.add_argument("--tokens-per-block", type=int, default=4, help="positions a stripe takes in turn (default 4)")
@@ -66,7 +66,3 @@ def _rule(text: str) -> tuple[str, tuple[str, ...]]:
     if not equals:
         raise ValueError(f"--rule {text!r}: AXIS=MESH,... was wanted, as latent_moe=tp,cp")
     return axis, tuple(part for part in mesh.split(",") if part)
-
-
-def _meshes(text: str) -> list[tuple[int, int]]:
-    return [(int(tp), int(cp)) for tp, cp in (mesh.split("x") for mesh in text.split(","))]

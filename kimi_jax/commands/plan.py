@@ -1,8 +1,15 @@
 """Bytes and collectives of a layout, with no device."""
 
 import argparse
+import json
 
 from kimi_jax.commands.options import add_layout, config_of, layout_of
+from kimi_jax.config import Config
+from kimi_jax.planning.compile_check import check_apart, collective_table
+from kimi_jax.planning.devices import usable
+from kimi_jax.planning.plan import Plan, fits_table, layouts_that_fit, plan
+from kimi_jax.tables import human
+from sharding_rules import Layout
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +27,35 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
-    from kimi_jax.planning.compile_check import compile_command
-    from kimi_jax.planning.plan import fits_command, plan_command
-
     config, layout = config_of(args.config), layout_of(args)
-    sizes = dict(batch=args.batch, context=args.context, dtype=args.dtype, as_json=args.json)
     if args.fits:
-        print(fits_command(config, args.fits, layout=layout, max_ranks=args.max_ranks, **sizes))
+        _print_fits(args, config, layout)
+        return
+    made = plan(config, layout, batch=args.batch, context=args.context, dtype=args.dtype)
+    if args.compile:
+        _print_compiled(args, config, made)
     else:
-        print((compile_command if args.compile else plan_command)(config, layout, **sizes))
+        print(json.dumps(made.to_json(), indent=2) if args.json else made)
+
+
+def _print_fits(args: argparse.Namespace, config: Config, layout: Layout) -> None:
+    """Every layout that fits the device, the smallest first."""
+    sizes = dict(batch=args.batch, context=args.context, dtype=args.dtype)
+    plans = layouts_that_fit(config, args.fits, layout=layout, max_ranks=args.max_ranks, **sizes)
+    room = human(usable(args.fits))
+    if args.json:
+        print(json.dumps([p.to_json() for p in plans], indent=2))
+    elif plans:
+        print(f"{args.fits}: {room} usable; batch {args.batch}, context {args.context:,}, {args.dtype}\n")
+        print(fits_table(plans, args.fits))
+    else:
+        print(f"no layout of up to {args.max_ranks} ranks fits {args.fits} ({room} usable)")
+
+
+def _print_compiled(args: argparse.Namespace, config: Config, made: Plan) -> None:
+    """The plan, the compiled step's collectives, the verdict."""
+    found = check_apart(made)
+    if args.json:
+        print(json.dumps({**made.to_json(), "compiled": found.to_json()}, indent=2))
+    else:
+        print(made.table(), collective_table(found, config), found, sep="\n\n")

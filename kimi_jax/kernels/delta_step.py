@@ -1,6 +1,6 @@
 """KDA's middle for one token a row, in one pass over the recurrent state: convolution, gates, delta rule, gated norm.
 
-The sibling of `layers.kda._mix_heads` at T = 1. Knows nothing of projections or of how heads are spread over devices.
+The sibling of `ops.kda.mix_heads_plain` at T = 1. Knows nothing of projections or of how heads are spread over devices.
 """
 
 import functools

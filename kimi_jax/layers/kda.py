@@ -13,16 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kimi_jax.config import Config
-from kimi_jax.kernels import delta_step
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
-from kimi_jax.ops import delta_rule
+from kimi_jax.ops.kda import mix_heads
 from kimi_jax.ops.linear import collect, project
-from kimi_jax.ops.norm import gated_rms_norm, l2_norm
-from kimi_jax.ops.short_conv import short_conv
 from sharding_rules import Layout
 from sharding_rules.axes import BATCH, EMBED, KDA_HEADS, LENGTH
 
@@ -81,7 +78,7 @@ class KDA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
         heads = (BATCH, LENGTH, KDA_HEADS)
         mix = self.layout.per_shard(
-            partial(_mix, lower_bound=self.config.gate_lower_bound, eps=self.config.rms_norm_eps),
+            partial(mix_heads, lower_bound=self.config.gate_lower_bound, eps=self.config.rms_norm_eps),
             [
                 heads, heads, heads, heads, (KDA_HEADS,), (KDA_HEADS,), (KDA_HEADS,),
                 (), CONV, RECURRENT, (BATCH,),
@@ -120,57 +117,3 @@ class FullRankKDA(KDA):
 
     def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
         return project(x, self.g[...])
-
-
-def _mix(*arrays: Array, lower_bound: float | None, eps: float):
-    """`_mix_heads` in the form that is fastest where it runs: on CUDA one kernel for a token."""
-    op = partial(_mix_heads, lower_bound=lower_bound, eps=eps)
-    if not delta_step.supports(arrays[0]):
-        return op(*arrays)
-    kernel = partial(delta_step.mix_heads_step, lower_bound=lower_bound, eps=eps)
-    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=op)
-
-
-def _mix_heads(
-    qkv: Float[Array, "B T H 3 K"],
-    f: Float[Array, "B T H K"],
-    b: Float[Array, "B T H"],
-    gate: Float[Array, "B T H V"],
-    conv_weight: Float[Array, "H 3 K W"],
-    a_log: Float[Array, " H"],
-    dt_bias: Float[Array, "H K"],
-    o_norm: Float[Array, " V"],
-    conv_state: Float[Array, "B W-1 H 3 K"],
-    recurrent: Float[Array, "B H K V"],
-    counts: Int[Array, " B"],
-    *,
-    lower_bound: float | None,
-    eps: float,
-):
-    """Everything between the projections and o_proj, for the heads of one rank -> gated output, new states.
-
-    A padded token has decay 1 and writes nothing, so the state passes through it bit for bit.
-    """
-    mixed, conv_state = short_conv(qkv, conv_weight, conv_state, counts)
-    live = (jnp.arange(qkv.shape[1], dtype=jnp.int32)[None] < counts[:, None])[..., None]
-    q, k, v = mixed[..., 0, :], mixed[..., 1, :], mixed[..., 2, :]
-    q, k = l2_norm(q) * q.shape[-1] ** -0.5, l2_norm(k)
-    if lower_bound is None:
-        g = delta_rule.softplus_gate(f, a_log, dt_bias)
-    else:
-        g = delta_rule.lower_bound_gate(f, a_log, dt_bias, lower_bound)
-    beta = jnp.where(live, jax.nn.sigmoid(b.astype(jnp.float32)), 0.0)
-    g = jnp.where(live[..., None], g, 0.0)
-    out, recurrent = _recur(q, k, v.astype(jnp.float32), g, beta, recurrent)
-    out = out.astype(qkv.dtype).astype(jnp.float32)
-    return gated_rms_norm(out, gate, o_norm, eps).astype(qkv.dtype), conv_state, recurrent
-
-
-def _recur(q, k, v, g, beta, state):
-    """The delta rule in the form that is fastest here: a step for one token; for many, chunks, or a scan on CPUs."""
-    if q.shape[1] == 1:
-        out, state = delta_rule.delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-        return out[:, None], state
-    return jax.lax.platform_dependent(
-        q, k, v, g, beta, state, cpu=delta_rule.delta_scan, default=delta_rule.delta_chunked
-    )

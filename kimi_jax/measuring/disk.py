@@ -29,7 +29,7 @@ from kimi_jax.checkpoints.export import export_params
 from kimi_jax.checkpoints.placing import Deferred
 from kimi_jax.config import Config
 from kimi_jax.loading import export_safetensors, load, save
-from kimi_jax.placement import declared
+from kimi_jax.placement import weight_bytes
 from kimi_jax.runtime import Model
 from kimi_jax.tables import human
 from sharding_rules import SINGLE, Layout
@@ -109,7 +109,7 @@ def sized(nbytes: int) -> Config:
     config = replace(
         Config.named("kimi-linear-48b"), num_hidden_layers=2, mla_layers=(1,), vocab_size=8192, num_experts=8
     )
-    least, expert = (_bytes(replace(config, num_experts=count)) for count in (8, 9))
+    least, expert = (weight_bytes(c, SINGLE, c.dtype) for c in (replace(config, num_experts=count) for count in (8, 9)))
     return replace(config, num_experts=max(8, 8 * round((nbytes - least) / (8 * (expert - least)) + 1)))
 
 
@@ -198,7 +198,3 @@ def _row(what: str, rates: dict[str, list[float]]) -> Row:
     own = rates[what]
     share = {disk: statistics.median(a / b for a, b in zip(own, rates[disk], strict=True)) for disk in OWN}
     return Row(what, statistics.median(own), min(own), max(own), share)
-
-
-def _bytes(config: Config) -> int:
-    return sum(int(np.prod(p.shape)) * p.dtype.itemsize for _, p in declared(config, SINGLE, config.dtype))

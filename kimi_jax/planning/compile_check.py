@@ -175,23 +175,6 @@ def _unread(plan: Plan) -> int:
     )
 
 
-def compile_command(
-    config: Config,
-    layout: Layout,
-    *,
-    batch: int = 1,
-    context: int = 8192,
-    dtype: str = "bfloat16",
-    as_json: bool = False,
-) -> str:
-    """What `python -m kimi_jax plan --compile` prints: the plan, the compiled step's collectives, the verdict."""
-    made = plan(config, layout, batch=batch, context=context, dtype=dtype)
-    found = check_apart(made)
-    if as_json:
-        return json.dumps({**made.to_json(), "compiled": found.to_json()}, indent=2)
-    return "\n\n".join([made.table(), collective_table(found, config), repr(found)])
-
-
 def collective_table(check: Check, config: Config) -> str:
     """The compiled step's collectives, alike ones in one line; widened: bfloat16 which CPUs reduce in float32."""
     kinds = Counter(

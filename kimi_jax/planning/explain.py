@@ -3,7 +3,6 @@
 Layers of one kind are folded into one line. Nothing is allocated.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -211,16 +210,6 @@ def explain_diff(before: Explanation, after: Explanation) -> Diff:
         tuple(c for c in now if c not in was),
         tuple(c for c in was if c not in now),
     )
-
-
-def explain_command(
-    config: Config, layout: Layout, *, other: Layout | None = None, dtype: str = "bfloat16", as_json: bool = False
-) -> str:
-    """What `python -m kimi_jax explain` prints; with `other`, the difference from `layout` to it (`--diff`)."""
-    said: Explanation | Diff = explain(config, layout, dtype=dtype)
-    if other is not None:
-        said = explain_diff(said, explain(config, other, dtype=dtype))
-    return json.dumps(said.to_json(), indent=2) if as_json else said.table()
 
 
 def _weight(name: str, times: int, parameter: Parameter, layout: Layout) -> Weight:

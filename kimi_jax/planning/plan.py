@@ -5,7 +5,6 @@ estimate, collectives follow formulas; `kimi_jax.planning.compile_check` holds b
 """
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,44 +205,7 @@ def layouts_that_fit(
     return sorted((p for p in plans if p.fits(device)), key=lambda p: (p.layout.ranks, p.total))
 
 
-def plan_command(
-    config: Config,
-    layout: Layout,
-    *,
-    batch: int = 1,
-    context: int = 8192,
-    dtype: str = "bfloat16",
-    as_json: bool = False,
-) -> str:
-    """What `python -m kimi_jax plan` prints."""
-    made = plan(config, layout, batch=batch, context=context, dtype=dtype)
-    return json.dumps(made.to_json(), indent=2) if as_json else made.table()
-
-
-def fits_command(
-    config: Config,
-    device: str,
-    *,
-    layout: Layout = SINGLE,
-    context: int = 8192,
-    batch: int = 1,
-    max_ranks: int = 64,
-    dtype: str = "bfloat16",
-    as_json: bool = False,
-) -> str:
-    """What `python -m kimi_jax plan --fits DEVICE` prints: every layout that fits, the smallest first."""
-    plans = layouts_that_fit(
-        config, device, layout=layout, context=context, batch=batch, max_ranks=max_ranks, dtype=dtype
-    )
-    if as_json:
-        return json.dumps([p.to_json() for p in plans], indent=2)
-    if not plans:
-        return f"no layout of up to {max_ranks} ranks fits {device} ({human(usable(device))} usable)"
-    title = f"{device}: {human(usable(device))} usable; batch {batch}, context {context:,}, {dtype}"
-    return f"{title}\n\n{compare(plans, device)}"
-
-
-def compare(plans: Sequence[Plan], device: str | int) -> str:
+def fits_table(plans: Sequence[Plan], device: str | int) -> str:
     """Plans below each other as one table."""
     header = "ranks, tp x cp, weights, kv_cache, states, activations, total, left, collectives, sent B a token"
     rows = []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.kernels import delta_step
-from kimi_jax.layers.kda import _mix_heads
+from kimi_jax.ops.kda import mix_heads_plain
 
 B, H, K, WIDTH = 3, 5, 32, 4
 
@@ -32,7 +32,7 @@ def _inputs(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_step_kernel_equals_the_layer(dtype, lower_bound, columns):
     inputs = _inputs(dtype)
-    want = jax.jit(partial(_mix_heads, lower_bound=lower_bound, eps=1e-5))(*inputs)
+    want = jax.jit(partial(mix_heads_plain, lower_bound=lower_bound, eps=1e-5))(*inputs)
     step = partial(delta_step.mix_heads_step, lower_bound=lower_bound, eps=1e-5, columns=columns, interpret=True)
     for got, expected in zip(jax.jit(step)(*inputs), want, strict=True):
         assert got.dtype == expected.dtype

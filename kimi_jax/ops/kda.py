@@ -1,0 +1,70 @@
+"""KDA's middle, everything between its projections and o_proj: convolution, gates, delta rule, gated norm."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from kimi_jax.kernels import delta_step
+from kimi_jax.ops import delta_rule
+from kimi_jax.ops.norm import gated_rms_norm, l2_norm
+from kimi_jax.ops.short_conv import short_conv
+
+
+def mix_heads(*arrays: Array, lower_bound: float | None, eps: float) -> tuple[Array, Array, Array]:
+    """`mix_heads_plain` in the form that is fastest where it runs: on CUDA one kernel for a token."""
+    op = partial(mix_heads_plain, lower_bound=lower_bound, eps=eps)
+    if not delta_step.supports(arrays[0]):
+        return op(*arrays)
+    kernel = partial(delta_step.mix_heads_step, lower_bound=lower_bound, eps=eps)
+    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=op)
+
+
+def mix_heads_plain(
+    qkv: Float[Array, "B T H 3 K"],
+    f: Float[Array, "B T H K"],
+    b: Float[Array, "B T H"],
+    gate: Float[Array, "B T H V"],
+    conv_weight: Float[Array, "H 3 K W"],
+    a_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
+    o_norm: Float[Array, " V"],
+    conv_state: Float[Array, "B W-1 H 3 K"],
+    recurrent: Float[Array, "B H K V"],
+    counts: Int[Array, " B"],
+    *,
+    lower_bound: float | None,
+    eps: float,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B W-1 H 3 K"], Float32[Array, "B H K V"]]:
+    """q, k, v = silu(conv(qkv));  S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  out = RMS(S^T q) sigmoid(gate)
+
+    with q and k normalised, q scaled by K^-1/2, g the decay of (f, a_log, dt_bias): the softplus gate, or K3's gate if
+    there is a `lower_bound`; beta = sigmoid(b) -> the gated output and the new states. Row b has counts[b] live tokens:
+    a padded one has decay 1 and writes nothing, so the state passes through it bit for bit. Heads are independent.
+
+    Source: Kimi Linear (arXiv 2510.26692), section 3; fla-org/flash-linear-attention fla/layers/kda.py.
+    """
+    mixed, conv_state = short_conv(qkv, conv_weight, conv_state, counts)
+    live = (jnp.arange(qkv.shape[1], dtype=jnp.int32)[None] < counts[:, None])[..., None]
+    q, k, v = mixed[..., 0, :], mixed[..., 1, :], mixed[..., 2, :]
+    q, k = l2_norm(q) * q.shape[-1] ** -0.5, l2_norm(k)
+    if lower_bound is None:
+        g = delta_rule.softplus_gate(f, a_log, dt_bias)
+    else:
+        g = delta_rule.lower_bound_gate(f, a_log, dt_bias, lower_bound)
+    beta = jnp.where(live, jax.nn.sigmoid(b.astype(jnp.float32)), 0.0)
+    g = jnp.where(live[..., None], g, 0.0)
+    out, recurrent = _recur(q, k, v.astype(jnp.float32), g, beta, recurrent)
+    out = out.astype(qkv.dtype).astype(jnp.float32)
+    return gated_rms_norm(out, gate, o_norm, eps).astype(qkv.dtype), conv_state, recurrent
+
+
+def _recur(q, k, v, g, beta, state):
+    """The delta rule in the form that is fastest here: a step for one token; for many, chunks, or a scan on CPUs."""
+    if q.shape[1] == 1:
+        out, state = delta_rule.delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+        return out[:, None], state
+    return jax.lax.platform_dependent(
+        q, k, v, g, beta, state, cpu=delta_rule.delta_scan, default=delta_rule.delta_chunked
+    )
