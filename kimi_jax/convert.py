@@ -13,9 +13,9 @@ import jax
 from kimi_jax import hf_config, strict_json
 from kimi_jax.checkpoints import folders
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.report import LoadReport, peak_resident
-from kimi_jax.checkpoints.saving import save_params
+from kimi_jax.checkpoints.save_write import save_params
 from kimi_jax.config import Config
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, Layout

@@ -16,8 +16,8 @@ from jaxtyping import Array
 from kimi_jax import strict_json
 from kimi_jax.checkpoints import folders
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params
-from kimi_jax.checkpoints.saving import Saving, save_params
+from kimi_jax.checkpoints.hub_write import export_params
+from kimi_jax.checkpoints.save_write import Saving, save_params
 from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import Parameter, build, sizes

@@ -8,7 +8,7 @@ import numpy as np
 
 from kimi_jax.checkpoints.appearing import refuse_taken
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.names import canonical, hub_tensors
 from kimi_jax.config import Config
 from kimi_jax.loading import export_safetensors, load, random_model

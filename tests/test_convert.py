@@ -12,7 +12,7 @@ import pytest
 
 import kimi_jax
 from kimi_jax.__main__ import main
-from kimi_jax.checkpoints import folders, reading, saving
+from kimi_jax.checkpoints import folders, reading, save_write
 from kimi_jax.config import Config
 from sharding_rules import helix
 from tests.checkpoints import making
@@ -142,7 +142,7 @@ def test_an_interrupted_save_is_given_up_and_the_old_one_stays(k3, tmp_path, mon
     import time
 
     kimi_jax.convert(k3[0], tmp_path / "out", progress=False)
-    plain = saving._batches
+    plain = save_write._batches
 
     def interrupted(sizes):
         batches = list(plain(sizes))
@@ -151,7 +151,7 @@ def test_an_interrupted_save_is_given_up_and_the_old_one_stays(k3, tmp_path, mon
         time.sleep(1)  # until the main thread has noticed
         yield from batches
 
-    monkeypatch.setattr(saving, "_batches", interrupted)
+    monkeypatch.setattr(save_write, "_batches", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kimi_jax.convert(k3[0], tmp_path / "out", progress=False)
     assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["1"]
@@ -187,7 +187,7 @@ def test_a_conversion_holds_two_parameters_and_not_the_checkpoint(tmp_path, to):
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     largest = 32 * 2 * 512 * 512 * 2
     assert total > 400 << 20
-    assert int(done.stdout) <= 2 * largest + saving.BATCH + (32 << 20), (to, int(done.stdout), total, largest)
+    assert int(done.stdout) <= 2 * largest + save_write.BATCH + (32 << 20), (to, int(done.stdout), total, largest)
 
 
 # -------------------------------------------------------------------------------------------------------------- command

@@ -248,7 +248,7 @@ LONG = "def f():\n    '''doc'''\n" + "    x = 1\n" * 74
         (no_environment_variables, "kimi_jax.testing", "import os\nos.environ['XLA_FLAGS'] = ''"),
         (no_environment_variables, "sharding_rules.mesh", "from os import getenv"),
         (hub_names_live_in_one_table, "kimi_jax.runtime", "name = f'model.layers.{i}.norm'"),
-        (hub_names_live_in_one_table, "kimi_jax.checkpoints.safetensors", "if 'self_attn' in name: ..."),
+        (hub_names_live_in_one_table, "kimi_jax.checkpoints.hub_read", "if 'self_attn' in name: ..."),
         (hub_names_live_in_one_table, "kimi_jax.layers.moe", "x = 'block_sparse_moe.gate'"),
         (public_functions_have_docstrings, "kimi_jax.runtime", "'''doc'''\ndef load(): ..."),
         (public_functions_have_docstrings, "kimi_jax.runtime", "'doc'\nclass Model:\n  'doc'\n  def f(self): ..."),

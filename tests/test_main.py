@@ -19,14 +19,14 @@ def test_every_command_explains_itself(capsys):
 
 
 def test_generate_prints_prompt_and_continuation(capsys):
-    assert main(["generate", "--prompt", "In the beginning", "--max-new-tokens", "7", "--dtype", "float32"]) == 0
+    assert main(["generate", "--prompt", "In the beginning", "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == "In the beginning of the\n"
 
 
 @pytest.mark.slow
 def test_generate_on_eight_devices_prints_the_text_of_one():
-    """In processes of their own, as it is typed, to the default length; in float32, since bfloat16 has near ties."""
-    line = [sys.executable, "-m", "kimi_jax", "generate", "--prompt", "In the beginning", "--dtype", "float32"]
+    """In processes of their own, as it is typed, to the default length."""
+    line = [sys.executable, "-m", "kimi_jax", "generate", "--prompt", "In the beginning"]
     here = Path(__file__).parents[1]
     one, eight = (
         subprocess.run([*line, *layout.split()], cwd=here, capture_output=True, text=True, check=True).stdout
@@ -64,7 +64,7 @@ def test_a_prompt_that_cannot_be_read_prints_nothing_but_the_error(data, capsys)
 def test_generate_takes_token_ids(models, capsys):
     ids = models("kimi-linear-tiny").tokenizer.encode("In the beginning")
     said = ",".join(map(str, ids))
-    assert main(["generate", "--ids", said, "--max-new-tokens", "7", "--dtype", "float32"]) == 0
+    assert main(["generate", "--ids", said, "--max-new-tokens", "7"]) == 0
     assert capsys.readouterr().out == f"{ids} of the\n"
 
 

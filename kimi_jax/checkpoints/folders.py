@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_jax.checkpoints import orbax, safetensors
+from kimi_jax.checkpoints import hub_read, save_read
 from kimi_jax.checkpoints.matching import Match
 from kimi_jax.checkpoints.names import table
 from kimi_jax.checkpoints.placing import Tree, bytes_to_read, check_tree, defer, place
@@ -14,17 +14,17 @@ from kimi_jax.tables import human
 
 ENDS = 4096  # bytes at each end of a file that a fingerprint reads
 
-KINDS = {"orbax": orbax, "safetensors": safetensors}
+KINDS = {"orbax": save_read, "safetensors": hub_read}
 
 
 def kind_of(path: str | Path) -> str:
     """A name in KINDS, by what is in the folder; "safetensors" for what holds neither."""
-    return "safetensors" if orbax.current(path) is None else "orbax"
+    return "safetensors" if save_read.current(path) is None else "orbax"
 
 
 def locate(path: str | Path) -> Path:
     """The folder that holds config.json and the tokenizer's files: of a folder of saves, its newest."""
-    return orbax.current(path) or Path(path)
+    return save_read.current(path) or Path(path)
 
 
 def fingerprint(path: str | Path) -> str:

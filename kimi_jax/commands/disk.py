@@ -18,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
-    from kimi_jax.checkpoints.export import parse_size
+    from kimi_jax.checkpoints.hub_write import parse_size
     from kimi_jax.measuring import disk
 
     start(args)

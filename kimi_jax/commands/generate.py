@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="token ids to continue, as 3,1,4; also several times",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the checkpoint says")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else as stored")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
     parser.add_argument("--top-p", type=float, help="sample from the smallest set of this probability")
     parser.add_argument("--seed", type=int, default=0)
@@ -30,10 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do what the options say."""
+    import jax
+
     import kimi_jax
 
     start(args)
-    model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=sys.stderr.isatty())
+    # CPUs compute bfloat16 by way of float32: no faster, and near ties part the layouts.
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=dtype, progress=sys.stderr.isatty())
     options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
     if len(args.prompts) == 1:
         pieces = kimi_jax.stream(model, args.prompts[0], **options)

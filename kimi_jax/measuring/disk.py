@@ -25,7 +25,7 @@ import numpy as np
 
 from kimi_jax import tables
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.placing import Deferred
 from kimi_jax.config import Config
 from kimi_jax.loading import export_safetensors, load, save

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoints import folders, reading, safetensors
+from kimi_jax.checkpoints import folders, hub_read, reading
 from kimi_jax.checkpoints.headers import INDEX, read_header, read_headers
 from tests.checkpoints import making
 
@@ -207,7 +207,7 @@ def test_packed_experts_that_the_config_does_not_announce(tmp_path):
     arrays = making.hub_arrays(making.small_k3())
     config = making.small_k3(packed_experts=False)
     folder = making.write(tmp_path, config, arrays)
-    found = safetensors.inspect(folder, config)
+    found = hub_read.inspect(folder, config)
     assert "config.json has no quantization_config" in next(p for p in found.unexpected if "_packed" in p)
     assert not found.misshapen and len(found.missing) == 3 * 8 * 2
     with pytest.raises(ValueError, match="48 missing, 96 unexpected"):
@@ -315,7 +315,7 @@ def test_flipped_bytes_in_headers_never_load_something_else(tmp_path):
         raw[rng.integers(end)] ^= int(rng.integers(1, 256))
         file.write_bytes(raw)
         try:
-            found = safetensors.inspect(folder, config)
+            found = hub_read.inspect(folder, config)
             found.raise_problems(folder)
         except ValueError as error:
             assert str(folder) in str(error)
@@ -328,7 +328,7 @@ def test_flipped_bytes_in_headers_never_load_something_else(tmp_path):
 def test_problems_are_counted_and_the_first_are_listed(tmp_path, arrays):
     few = {name: value for name, value in arrays.items() if "experts." not in name}
     folder = making.write(tmp_path, CONFIG, few)
-    found = safetensors.inspect(folder, CONFIG)
+    found = hub_read.inspect(folder, CONFIG)
     assert len(found.missing) == len(arrays) - len(few) and not found.unexpected and not found.misshapen
     with pytest.raises(ValueError, match=f"and {len(found.missing) - 8} more"):
         found.raise_problems(folder)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoints import folders, reading, safetensors, saving
+from kimi_jax.checkpoints import folders, hub_read, reading, save_write
 from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.config import Config
 from tests.checkpoints import making
@@ -26,7 +26,7 @@ def test_a_dry_run_counts_what_each_device_would_read(data, unread):
     tree, places = making.abstract(config), making.shardings(config, (1, 8), "first")
     run = folders.dry_run(folder, config, tree, places)
     assert run.ok and len(run.skipped) == 3 and len(run.bytes_per_device) == 8
-    found = safetensors.inspect(folder, config)
+    found = hub_read.inspect(folder, config)
     total = sum(s.stored.nbytes for sources in found.sources.values() for s in sources)
     alone = folders.dry_run(folder, config, tree, making.shardings(config, (1, 1), "none"))
     k_b = sum(s.stored.nbytes for path, sources in found.sources.items() if path.endswith("k_b") for s in sources)
@@ -68,7 +68,7 @@ def test_a_dry_run_of_a_save(tmp_path, unread):
     params = jax.tree.map(
         lambda leaf, place: jax.device_put(np.ones(leaf.shape, leaf.dtype), place), making.abstract(config), places
     )
-    saving.save_params(tmp_path / "saved", Contents(config, params), progress=False)
+    save_write.save_params(tmp_path / "saved", Contents(config, params), progress=False)
     run = folders.dry_run(tmp_path / "saved", config, making.abstract(config), places)
     held = sum(shard.data.nbytes for array in jax.tree.leaves(params) for shard in array.addressable_shards)
     assert run.ok and sum(run.bytes_per_device.values()) == held

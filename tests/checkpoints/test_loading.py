@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from kimi_jax.checkpoints import folders, names, placing, reading, safetensors
+from kimi_jax.checkpoints import folders, hub_read, names, placing, reading
 from kimi_jax.config import Config
 from kimi_jax.tables import human
 from tests.checkpoints import making
@@ -85,7 +85,7 @@ def test_each_byte_is_read_once_and_only_if_a_device_wants_it(tmp_path, monkeypa
             assert own[-1][1] == file.stat().st_size
     # One of eight devices alone reads an eighth.
     places = making.shardings(config, (8, 1), "first")
-    embed = safetensors.inspect(folder, config).sources["embed"]
+    embed = hub_read.inspect(folder, config).sources["embed"]
     (box, *_), runs[:] = placing.regions((40, 24), places["embed"]), []
     target = reading.Target(box, np.empty(box.shape, np.float32))
     reading.fill(embed[0], [target], lambda nbytes: None)

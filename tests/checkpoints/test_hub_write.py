@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import kimi_jax
 from kimi_jax.checkpoints import folders, headers
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params, parse_size
+from kimi_jax.checkpoints.hub_write import export_params, parse_size
 from kimi_jax.config import Config
 from sharding_rules import helix
 from tests.checkpoints import making

@@ -15,9 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kimi_jax.checkpoints import folders, orbax, saving
+from kimi_jax.checkpoints import folders, save_read, save_write
 from kimi_jax.checkpoints.contents import Contents
-from kimi_jax.checkpoints.export import export_params
+from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.placing import flatten
 from kimi_jax.config import Config
 from tests.checkpoints import making
@@ -53,7 +53,7 @@ def model(tmp_path_factory):
     config, root = making.small_k3(num_hidden_layers=2), tmp_path_factory.mktemp("model")
     folder = making.write(root / "hub", config, making.hub_arrays(config, BF16))
     params, _ = hub_model(folder, config)
-    saving.save_params(root / "saved", Contents(config, params), progress=False)
+    save_write.save_params(root / "saved", Contents(config, params), progress=False)
     return root, config, params
 
 
@@ -69,7 +69,7 @@ def saved(model, tmp_path):
 def test_hub_to_orbax_to_hub_is_bit_for_bit_across_layouts(data, tmp_path, name):
     config, raw = Config.from_hf(data / name), json.loads((data / name / "config.json").read_text())
     params, report = hub_model(data / name, config, shape=(2, 4), spread="last")
-    saving.save_params(
+    save_write.save_params(
         tmp_path / "saved", Contents(config, params, hub_config=raw, padding=report.padding), progress=False
     )
     again, second = restored(tmp_path / "saved", config, shape=(8, 1), spread="first")
@@ -92,7 +92,7 @@ def test_a_save_is_read_onto_every_layout(saved, layout, spread):
 def test_a_save_from_every_layout_is_the_same(saved, tmp_path, layout, spread):
     _, config, params = saved
     here, _ = hub_model(tmp_path / "hub", config, shape=layout, spread=spread)
-    saving.save_params(tmp_path / "again", Contents(config, here), progress=False)
+    save_write.save_params(tmp_path / "again", Contents(config, here), progress=False)
     assert_same(params, restored(tmp_path / "again", config)[0])
 
 
@@ -123,7 +123,7 @@ def test_the_saved_config_says_the_dtype_that_was_saved(tmp_path):
         folder = making.write(tmp_path / config.hidden_act, config, making.hub_arrays(config, BF16))
         wide, _ = hub_model(folder, config, np.float32)
         path = tmp_path / f"saved-{config.hidden_act}"
-        saving.save_params(path, Contents(config, wide, hub_config=config.to_hf()), progress=False)
+        save_write.save_params(path, Contents(config, wide, hub_config=config.to_hf()), progress=False)
         assert Config.from_hf(folders.locate(path)).dtype == "float32"
 
 
@@ -139,7 +139,7 @@ def test_the_folder_is_told_by_what_is_in_it(saved, tmp_path):
 def test_tokenizer_files_go_with_a_save(tiny, tmp_path):
     config = Config.from_hf(tiny)
     params, _ = hub_model(tiny, config)
-    saving.save_params(tmp_path / "saved", Contents(config, params, source=tiny), progress=False)
+    save_write.save_params(tmp_path / "saved", Contents(config, params, source=tiny), progress=False)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "saved" / "1" / file).read_bytes() == (tiny / file).read_bytes()
 
@@ -147,7 +147,7 @@ def test_tokenizer_files_go_with_a_save(tiny, tmp_path):
 def test_a_second_save_takes_the_place_of_the_first(saved):
     path, config, params = saved
     other = jax.tree.map(lambda array: array + np.ones((), array.dtype), params)
-    going_on = saving.save_params(path, Contents(config, other), progress=False, wait=False)
+    going_on = save_write.save_params(path, Contents(config, other), progress=False, wait=False)
     going_on.wait()
     assert going_on.done and [entry.name for entry in path.iterdir()] == ["2"]
     assert_same(other, restored(path, config)[0])
@@ -160,9 +160,9 @@ def test_a_save_that_failed_leaves_the_old_one_and_says_why(saved, monkeypatch):
         folder.mkdir()
         raise OSError("no space left")
 
-    monkeypatch.setattr(saving, "_write", broken)
+    monkeypatch.setattr(save_write, "_write", broken)
     with pytest.raises(OSError, match="no space left"):
-        saving.save_params(path, Contents(config, params), progress=False)
+        save_write.save_params(path, Contents(config, params), progress=False)
     assert [entry.name for entry in path.iterdir()] == ["1"]
 
 
@@ -173,7 +173,7 @@ def test_what_a_killed_save_left_is_no_checkpoint(saved):
         ValueError, match=r"no finished checkpoint, only what a save left that was killed: \.unfinished-1"
     ):
         folders.locate(path)
-    saving.save_params(path, Contents(config, params), progress=False)
+    save_write.save_params(path, Contents(config, params), progress=False)
     assert [entry.name for entry in path.iterdir()] == ["1"]
 
 
@@ -181,7 +181,7 @@ def test_a_folder_of_other_things_is_not_saved_into(saved, tiny):
     path, config, params = saved
     (path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes.txt: a save wants a folder of its own"):
-        saving.save_params(path, Contents(config, params), progress=False)
+        save_write.save_params(path, Contents(config, params), progress=False)
 
 
 def test_the_highest_number_counts(saved):
@@ -189,7 +189,7 @@ def test_the_highest_number_counts(saved):
     for number in ("9", "10"):
         shutil.copytree(path / "1", path / number)
     assert folders.locate(path) == path / "10"
-    saving.save_params(path, Contents(config, params), progress=False)
+    save_write.save_params(path, Contents(config, params), progress=False)
     assert [entry.name for entry in path.iterdir()] == ["11"]
 
 
@@ -198,7 +198,7 @@ def test_numbered_folders_of_someone_else_are_left_alone(saved):
     (path / "0").mkdir()
     (path / "0" / "thesis.tex").write_text("mine")
     with pytest.raises(ValueError, match="holds 0: a save wants a folder of its own"):
-        saving.save_params(path, Contents(config, params), progress=False)
+        save_write.save_params(path, Contents(config, params), progress=False)
     assert (path / "0" / "thesis.tex").exists() and folders.locate(path) == path / "1"
 
 
@@ -266,23 +266,23 @@ def test_a_save_of_another_config_is_refused(saved):
 )  # fmt: skip
 def test_a_damaged_manifest_is_named(saved, text):
     path, config, _ = saved
-    (path / "1" / orbax.MANIFEST).write_text(text)
-    damaged(path, config, orbax.MANIFEST)
+    (path / "1" / save_read.MANIFEST).write_text(text)
+    damaged(path, config, save_read.MANIFEST)
 
 
 @pytest.mark.parametrize("padding", [[], {"a": 1}, {"a": {"values": ["x"], "dtype": "float32"}}], ids=str)
 def test_damaged_padding_is_named(saved, padding):
     path, config, _ = saved
-    file = path / "1" / orbax.MANIFEST
+    file = path / "1" / save_read.MANIFEST
     file.write_text(json.dumps(json.loads(file.read_text()) | {"padding": padding}))
-    damaged(path, config, orbax.MANIFEST, "padding")
+    damaged(path, config, save_read.MANIFEST, "padding")
 
 
 def test_flipped_bytes_in_the_descriptions_never_load_something_else(saved):
     """200 flips over the .zarray files of a save: an error, or the very same boxes of the very same files."""
     path, config, _ = saved
-    intact, rng, harmless = orbax.inspect(path, config).sources, np.random.default_rng(7), 0
-    said = json.loads((path / "1" / orbax.MANIFEST).read_text())["parameters"]
+    intact, rng, harmless = save_read.inspect(path, config).sources, np.random.default_rng(7), 0
+    said = json.loads((path / "1" / save_read.MANIFEST).read_text())["parameters"]
     for _ in range(200):
         name = sorted(intact)[rng.integers(len(intact))]
         file = path / "1" / "params" / name.replace("/", ".") / ".zarray"
@@ -291,7 +291,7 @@ def test_flipped_bytes_in_the_descriptions_never_load_something_else(saved):
         raw[rng.integers(len(raw))] ^= int(rng.integers(1, 256))
         file.write_bytes(raw)
         try:
-            found = orbax._sources(file.parent, name, said[name])
+            found = save_read._sources(file.parent, name, said[name])
         except ValueError as error:
             assert str(file.parent) in str(error)
         else:
@@ -307,7 +307,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 import numpy as np
-from kimi_jax.checkpoints import saving
+from kimi_jax.checkpoints import save_write
 from kimi_jax.checkpoints.contents import Contents
 from tests.checkpoints import making
 
@@ -319,7 +319,7 @@ for version in range(1, 10_000):
         making.abstract(config),
         places,
     )
-    saving.save_params(path, Contents(config, params), progress=False)
+    save_write.save_params(path, Contents(config, params), progress=False)
     print(version, flush=True)
 """
 

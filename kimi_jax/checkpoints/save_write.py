@@ -1,4 +1,4 @@
-"""Parameters into a folder by orbax; a save is whole or it is not there. The folder is described in `orbax`.
+"""Parameters into a folder by orbax; a save is whole or it is not there. The folder is described in `save_read`.
 
 Must not know hub names, nor where a parameter belongs.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from kimi_jax import hf_config, processes
 from kimi_jax.checkpoints.contents import Contents, write_json
 from kimi_jax.checkpoints.names import table
-from kimi_jax.checkpoints.orbax import FORMAT, MANIFEST, UNFINISHED, versions
 from kimi_jax.checkpoints.placing import Deferred, Tree, made, unflatten
 from kimi_jax.checkpoints.report import bar
+from kimi_jax.checkpoints.save_read import FORMAT, MANIFEST, UNFINISHED, versions
 
 BATCH = 64 << 20  # bytes of small arrays that are written together
 POLL = 0.2  # seconds between looks at how much is written

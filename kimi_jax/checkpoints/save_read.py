@@ -1,4 +1,4 @@
-"""What `saving` wrote with orbax, read back onto any other layout.
+"""What `save_write` wrote with orbax, read back onto any other layout.
 
     path/3/                  the newest number counts: a save becomes visible by one rename, then older ones go
         config.json, tokenizer files    as the hub has them
