@@ -7,14 +7,14 @@ kimi_jax.generate(model, "In the beginning")[0].text
 from typing import Any
 
 from kimi_jax import config
-from kimi_jax.checkpoints.states import load_state, save_state
+from kimi_jax.checkpoints.states import save_state
 from kimi_jax.comparing.parity import Parity, parity
 from kimi_jax.config import Config
 from kimi_jax.convert import convert, dry_run
 from kimi_jax.drawing.draw import draw
 from kimi_jax.generation.completion import Completion, Piece
 from kimi_jax.generation.generate import generate, stream
-from kimi_jax.loading import export_safetensors, load, random_model, save
+from kimi_jax.loading import export_safetensors, load, load_state, random_model, save
 from kimi_jax.planning.explain import Explanation, explain, explain_diff
 from kimi_jax.planning.plan import Plan, layouts_that_fit, plan
 from kimi_jax.runtime import Model

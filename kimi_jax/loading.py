@@ -18,6 +18,7 @@ from kimi_jax.checkpoints import folders
 from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.save_write import Saving, save_params
+from kimi_jax.checkpoints.states import read_state
 from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import Parameter, build, sizes
@@ -25,6 +26,7 @@ from kimi_jax.ops.mxfp4 import dequantise
 from kimi_jax.placement import weight_bytes
 from kimi_jax.processes import agree, alone
 from kimi_jax.runtime import DTYPES, Model, born
+from kimi_jax.state import State
 from kimi_jax.tables import human
 from kimi_jax.tokenizer import load_tokenizer
 from sharding_rules import SINGLE, Layout, valid_meshes
@@ -107,6 +109,14 @@ def export_safetensors(
 def _contents(model: Model) -> Contents:
     padding = {} if model.report is None else model.report.padding
     return Contents(model.config, model.params, padding=padding, source=model.source)
+
+
+def load_state(model: Model, path: str | Path) -> State:
+    """Read a state that `save_state` wrote onto the layout of a model, whichever one it was saved from.
+
+    Raises ValueError if the folder holds none, or one of another model or dtype.
+    """
+    return read_state(path, model.config, model.layout, model.mesh, model.dtype)
 
 
 def random_model(

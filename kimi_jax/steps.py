@@ -9,24 +9,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.moe import MoE
-from kimi_jax.model import Stream
+from kimi_jax.model import Stream, Transformer
 from kimi_jax.sampling import Sampling, row_keys, token_logprobs
 from kimi_jax.state import Cache
 
 BURST = 64  # tokens a row that one run of the decode loop can draw
 
 
-def logits(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache) -> Float[Array, "B T W"]:
+def logits(
+    decoder: Transformer, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
+) -> Float[Array, "B T W"]:
     """Logits after each fed token."""
-    hidden, _ = model(tokens, Chunk(cache.lengths, counts), cache.layers)
-    return model.head(hidden)
+    hidden, _ = decoder(tokens, Chunk(cache.lengths, counts), cache.layers)
+    return decoder.head(hidden)
 
 
-def extend(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache):
+def extend(decoder: Transformer, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache):
     """Feed tokens -> logits after each row's last real one, cache. A resting row's logits mean nothing."""
-    hidden, layers = model(tokens, Chunk(cache.lengths, counts), cache.layers)
+    hidden, layers = decoder(tokens, Chunk(cache.lengths, counts), cache.layers)
     last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-    return model.head(last)[:, 0], Cache(layers, cache.lengths + counts)
+    return decoder.head(last)[:, 0], Cache(layers, cache.lengths + counts)
 
 
 @jax.tree_util.register_dataclass
@@ -43,18 +45,20 @@ class Observed:
     margins: Any
 
 
-def observe(model: Any, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache) -> tuple[Observed, Cache]:
+def observe(
+    decoder: Transformer, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
+) -> tuple[Observed, Cache]:
     """Feed tokens as `extend` does, and look on."""
     heard: list[Array] = []
-    for block in model.layers:  # of this step's own copy of the modules
+    for block in decoder.layers:  # of this step's own copy of the modules
         if isinstance(block.ffn, MoE):
-            block.ffn = _Overheard(block.ffn, heard)
+            setattr(block, "ffn", _Overheard(block.ffn, heard))  # noqa: B010  (not the type it declares)
     chunk = Chunk(cache.lengths, counts)
-    entered = Stream(model.enter(tokens, chunk))
-    streams, layers = zip(*model.walk(entered, chunk, cache.layers), strict=True)
+    entered = Stream(decoder.enter(tokens, chunk))
+    streams, layers = zip(*decoder.walk(entered, chunk, cache.layers), strict=True)
     hidden = jnp.stack([stream.h for stream in (entered, *streams)])
     margins = jnp.stack(heard) if heard else jnp.zeros((0, *tokens.shape))
-    return Observed(model.head(model.finish(streams[-1])), hidden, margins), Cache(layers, cache.lengths + counts)
+    return Observed(decoder.head(decoder.finish(streams[-1])), hidden, margins), Cache(layers, cache.lengths + counts)
 
 
 class _Overheard:
@@ -69,15 +73,15 @@ class _Overheard:
 
 
 def choose(
-    model: Any, rows: Bool[Array, " B"], yes: Float[Array, "B W"], no: Float[Array, "B W"]
+    decoder: Transformer, rows: Bool[Array, " B"], yes: Float[Array, "B W"], no: Float[Array, "B W"]
 ) -> Float[Array, "B W"]:
     """yes[b] where rows[b], else no[b]."""
-    del model
+    del decoder
     return jnp.where(rows[:, None], yes, no)
 
 
 def draw(
-    model: Any,
+    decoder: Transformer,
     logits: Float[Array, "B W"],
     sampling: Sampling,
     seeds: Array,
@@ -86,7 +90,7 @@ def draw(
     want_logprobs: bool,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
     """One token a row, its log probability (0 unless wanted) and whether the row's logits were all finite."""
-    del model
+    del decoder
     tokens = sampling(logits, row_keys(seeds, drawn))
     logprobs = token_logprobs(logits, tokens) if want_logprobs else jnp.zeros(tokens.shape)
     return tokens, logprobs, jnp.isfinite(logits).all(-1)
@@ -109,7 +113,7 @@ class Burst:
 
 
 def burst(
-    model: Any,
+    decoder: Transformer,
     cache: Cache,
     token: Int[Array, " B"],
     live: Bool[Array, " B"],
@@ -135,8 +139,8 @@ def burst(
 
     def step(carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
         cache, b = carry
-        logits, cache = extend(model, b.token[:, None], b.live.astype(jnp.int32), cache)
-        new, logprobs, finite = draw(model, logits, sampling, seeds, drawn + b.steps, want_logprobs=want_logprobs)
+        logits, cache = extend(decoder, b.token[:, None], b.live.astype(jnp.int32), cache)
+        new, logprobs, finite = draw(decoder, logits, sampling, seeds, drawn + b.steps, want_logprobs=want_logprobs)
         new = jnp.where(b.live, new, b.token)
         out = b.tokens.at[:, b.steps].set(jnp.where(b.live, new, -1))
         return cache, Burst(

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from kimi_jax import strict_json
 from kimi_jax.checkpoints.appearing import appearing, refuse_taken
 from kimi_jax.config import Config
 from kimi_jax.processes import agree, is_first
 from kimi_jax.state import Cache, State, cache_shapes
-from sharding_rules import Layout
+from sharding_rules import DeviceMesh, Layout
 
 ABOUT = "state.json"
 
@@ -47,10 +48,12 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
             (unfinished / ABOUT).write_text(json.dumps(about))
 
 
-def load_state(model: Any, path: str | os.PathLike[str]) -> State:
-    """Read a state that `save_state` wrote onto the layout of a `Model`, whichever one it was saved from.
+def read_state(
+    path: str | os.PathLike[str], config: Config, layout: Layout, mesh: DeviceMesh, dtype: DTypeLike
+) -> State:
+    """Read a state that `save_state` wrote onto a layout, whichever one it was saved from.
 
-    Raises ValueError if the folder holds none, or one of another model or dtype.
+    Raises ValueError if the folder holds none, or one of another configuration or dtype.
     """
     import orbax.checkpoint as ocp
 
@@ -58,15 +61,13 @@ def load_state(model: Any, path: str | os.PathLike[str]) -> State:
     if not (path / ABOUT).is_file():
         raise ValueError(f"path={str(path)!r} holds no state that kimi_jax.save_state wrote")
     about = strict_json.read_object(path / ABOUT)
-    if Config.from_hf(about["config"]) != model.config:
+    if Config.from_hf(about["config"]) != config:
         raise ValueError(f"the state in {path} belongs to a model of another configuration")
-    if about["dtype"] != str(model.dtype):
-        raise ValueError(
-            f"the state in {path} is {about['dtype']}, the model {model.dtype}; load the model in that dtype"
-        )
-    layout = _layout(about["layout"])
+    if about["dtype"] != str(dtype):
+        raise ValueError(f"the state in {path} is {about['dtype']}, the model {dtype}; load the model in that dtype")
+    was = _layout(about["layout"])
     lengths = np.array(about["lengths"], np.int32)
-    shapes = cache_shapes(model.config, layout, len(lengths), about["capacity"], model.dtype)
+    shapes = cache_shapes(config, was, len(lengths), about["capacity"], dtype)
     with ocp.PyTreeCheckpointer() as checkpointer:
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), _tree(shapes))
         arrays = checkpointer.restore(os.path.abspath(path / "arrays"), item=_tree(shapes), restore_args=as_numpy)
@@ -77,8 +78,7 @@ def load_state(model: Any, path: str | os.PathLike[str]) -> State:
                 f"{path}: array {name} is {found.dtype} {found.shape}; {ABOUT} says {wanted.dtype} {wanted.shape}"
             )
     pending = None if about["pending"] is None else np.array(about["pending"], np.int32)
-    saved = State(cache, model.config, layout, model.mesh, lengths, pending)
-    return saved.to(model.layout, list(model.mesh.devices.flat))
+    return State(cache, config, was, mesh, lengths, pending).to(layout, list(mesh.devices.flat))
 
 
 def _tree(cache: Cache) -> dict[str, Any]:
