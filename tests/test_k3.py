@@ -92,8 +92,15 @@ def test_attention_residuals_of_every_block_size(data, size):
     assert worst(np.asarray(model.logits(ids[None])[0]), oracle.forward(raw, params, ids)) <= LOGITS
 
 
-@pytest.mark.parametrize(("tp", "cp"), [(1, 8), (4, 2), pytest.param(2, 4, marks=pytest.mark.slow), (8, 1)])
-@pytest.mark.parametrize("shard_qkv_a", [False, True])
+QUICK = [(1, 8, False), (4, 2, True)]
+SLOW = [
+    (tp, cp, on) for tp, cp in [(1, 8), (2, 4), (4, 2), (8, 1)] for on in (False, True) if (tp, cp, on) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "shard_qkv_a"), [*QUICK, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW)]
+)
 def test_every_layout_gives_the_tokens_of_one_device(data, packed, tp, cp, shard_qkv_a):
     gold = golden("kimi-k3-random")
     layout = helix(tp, cp, shard_qkv_a=shard_qkv_a, tokens_per_block=4)

@@ -53,7 +53,7 @@ def test_bfloat16_stays_near_the_oracle(tiny):
         assert relative_rms(logits, gold[f"logits_{i}"]) <= 2e-2
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
+@pytest.mark.parametrize("chunk", [7, 100, *(pytest.param(c, marks=pytest.mark.slow) for c in (1, 64))])
 def test_one_pass_equals_chunks_and_steps_for_every_length(models, chunk):
     """Rows of 1 to 130 tokens, as one ragged batch: logits and everything that the state holds."""
     model = models("kimi-linear-random")
