@@ -1,6 +1,7 @@
 """Test session: eight simulated devices, strict promotion, a compilation cache that is kept, shared folders."""
 
 import os
+import signal
 from pathlib import Path
 
 # Most of the suite's time is compiling: one LLVM module a program and no LLVM passes take a third of the time.
@@ -22,6 +23,14 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Python's own answer to SIGINT, which a process that a shell starts in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -137,7 +137,7 @@ def test_a_conversion_that_fails_midway_leaves_nothing(k3, tmp_path, monkeypatch
     assert len(calls) >= 20 and not list(tmp_path.rglob("*.*"))
 
 
-def test_an_interrupted_save_is_given_up_and_the_old_one_stays(k3, tmp_path, monkeypatch):
+def test_an_interrupted_save_is_given_up_and_the_old_one_stays(k3, tmp_path, monkeypatch, ctrl_c):
     import _thread
     import time
 

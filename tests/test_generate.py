@@ -178,7 +178,7 @@ def test_a_second_call_of_the_same_bucket_compiles_nothing(model):
     assert compiled == []
 
 
-def test_ctrl_c_ends_within_a_second_and_leaves_the_model_usable(endless):
+def test_ctrl_c_ends_within_a_second_and_leaves_the_model_usable(endless, ctrl_c):
     kimi_jax.generate(endless, PROMPTS, max_new_tokens=4000, capacity=8192, stop=[SPACE])  # compile what follows
     sent = []
 
