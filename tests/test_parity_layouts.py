@@ -82,17 +82,19 @@ jax.config.update("jax_platforms", "cpu")
 if sys.argv[1]:
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-from tests.layouts import check_parity, layouts, outcome, spread
+from tests.layouts import SMALL, SMALL_K3, check_parity, layouts, outcome, spread
+config = SMALL_K3 if sys.argv[2] == "k3" else SMALL
 for layout in layouts(16):
-    check_parity(outcome(spread(layout)))
+    check_parity(outcome(spread(layout, config)), config)
 print("parity on", len(layouts(16)))
 """
 
 
 @pytest.mark.slow
-def test_sixteen_devices_give_the_logits_and_tokens_of_one():
+@pytest.mark.parametrize("model", ["linear", "k3"])
+def test_sixteen_devices_give_the_logits_and_tokens_of_one(model):
     done = subprocess.run(
-        [sys.executable, "-c", SIXTEEN, jax.config.jax_compilation_cache_dir or ""], capture_output=True, text=True,
+        [sys.executable, "-c", SIXTEEN, jax.config.jax_compilation_cache_dir or "", model], capture_output=True, text=True,
         check=False, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
