@@ -94,8 +94,8 @@ print("parity on", len(layouts(16)))
 @pytest.mark.parametrize("model", ["linear", "k3"])
 def test_sixteen_devices_give_the_logits_and_tokens_of_one(model):
     done = subprocess.run(
-        [sys.executable, "-c", SIXTEEN, jax.config.jax_compilation_cache_dir or "", model], capture_output=True, text=True,
-        check=False, cwd=Path(__file__).parents[1],
+        [sys.executable, "-c", SIXTEEN, jax.config.jax_compilation_cache_dir or "", model],
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "parity on 10" in done.stdout
