@@ -21,11 +21,11 @@ from kimi_jax.checkpoints.save_write import Saving, save_params
 from kimi_jax.checkpoints.states import read_state
 from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
-from kimi_jax.model import Parameter, build, sizes
+from kimi_jax.model import DTYPES, Parameter, build, sizes
 from kimi_jax.ops.mxfp4 import dequantise
 from kimi_jax.placement import weight_bytes
 from kimi_jax.processes import agree, alone
-from kimi_jax.runtime import DTYPES, Model, born
+from kimi_jax.runtime import Model, born
 from kimi_jax.state import State
 from kimi_jax.tables import human
 from kimi_jax.tokenizer import load_tokenizer
@@ -63,7 +63,7 @@ def load(
         raise ValueError(
             f"experts={experts!r} widens packed experts, but those of {source} are not packed; leave it out"
         )
-    if experts not in (None, *DTYPES):
+    if experts is not None and experts not in DTYPES:
         raise ValueError(f"experts={experts!r}: {' or '.join(map(repr, DTYPES))} was wanted")
     ends = eos_token_ids(source, config)
     model = Model(config, layout or SINGLE, dtype or config.dtype, devices, load_tokenizer(source))

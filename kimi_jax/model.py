@@ -23,6 +23,19 @@ from kimi_jax.ops.norm import rms_norm
 from sharding_rules import Layout, Size, axes, check
 from sharding_rules.axes import BATCH, EMBED, LENGTH, VOCAB
 
+DTYPES = ("float32", "bfloat16")  # of weights and activations
+
+
+def checked_dtype(dtype: DTypeLike) -> str:
+    """One of DTYPES, from its name or numpy's or jax's type."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: {' or '.join(map(repr, DTYPES))} was wanted")
+    return name
+
 
 def sizes(config: Config, layout: Layout) -> list[Size]:
     """What a layout has to divide, by name."""

@@ -20,6 +20,8 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from sharding_rules import whole_number
+
 START_SECONDS = 300  # how long a process waits for the others to start
 HEARTBEAT_SECONDS = 30  # how long a process may be silent before the others end
 PATIENCE = 3.0  # seconds before a wait is explained
@@ -37,8 +39,8 @@ def join(coordinator: str, processes: int, process_id: int, *, timeout: int = ST
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"coordinator={coordinator!r}: HOST:PORT of process 0 was wanted")
-    if not 0 <= process_id < processes:
-        raise ValueError(f"process_id={process_id}: one of 0 to {processes - 1} was wanted (processes={processes})")
+    processes = whole_number("processes", processes)
+    process_id = whole_number("process_id", process_id, least=0, most=processes - 1)
     me, until = f"process {process_id} of {processes}", time.monotonic() + timeout
     if process_id:
         with _explained(f"{me} waits for process 0 at {coordinator}, up to {timeout} s"):

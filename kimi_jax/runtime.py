@@ -21,14 +21,14 @@ from jaxtyping import Array, Float
 from kimi_jax import processes, steps
 from kimi_jax.checkpoints.report import LoadReport
 from kimi_jax.config import Config
-from kimi_jax.model import Parameter, build, guard
+from kimi_jax.model import Parameter, build, checked_dtype, guard
 from kimi_jax.sampling import Greedy, Sampling
 from kimi_jax.state import Cache, State, cache_shapes, cache_shardings
 from kimi_jax.steps import Burst, Observed
 from kimi_jax.tokenizer import Tokenizer
-from sharding_rules import DeviceMesh, Layout, stripes
+from sharding_rules import DeviceMesh, Layout, stripes, whole_number
 
-DTYPES = ("float32", "bfloat16")
+MOST_TOKENS = (1 << 31) - 1  # positions are int32
 Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lists
 
 
@@ -62,12 +62,11 @@ class Model:
         self,
         config: Config,
         layout: Layout,
-        dtype: str,
+        dtype: DTypeLike,
         devices: Sequence[jax.Device] | None = None,
         tokenizer: Tokenizer | None = None,
     ):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: {' or '.join(map(repr, DTYPES))} was wanted")
+        dtype = checked_dtype(dtype)
         devices = processes.devices_for(layout.ranks) if devices is None else devices
         guard(config, layout, len(devices))
         self.config, self.layout, self.tokenizer = config, layout, tokenizer
@@ -106,9 +105,7 @@ class Model:
 
     def new_state(self, batch: int, capacity: int) -> State:
         """An empty state for `batch` sequences of up to `capacity` tokens (rounded up to whole stripes)."""
-        for name, value in (("batch", batch), ("capacity", capacity)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1 is wanted")
+        batch, capacity = whole_number("batch", batch), whole_number("capacity", capacity, most=MOST_TOKENS)
         cache = self._empty(batch, capacity)()
         return State(cache, self.config, self.layout, self.mesh, np.zeros(batch, np.int32))
 
@@ -123,7 +120,10 @@ class Model:
 
     def decode(self, tokens: Rows, state: State) -> tuple[Float[Array, "B W"], State]:
         """Append one token a row, tokens [B] -> logits [B, W] after it, new state. The state given is consumed."""
-        return self.prefill(np.asarray(tokens)[:, None], None, state)
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens has shape {tokens.shape}: one id a row, [batch], is wanted")
+        return self.prefill(tokens[:, None], None, state)
 
     def observe(self, tokens: Rows, lengths: Rows | None, state: State) -> tuple[Observed, State]:
         """`prefill` that shows what happens inside: logits of every token, the residual stream behind every layer."""
@@ -188,8 +188,7 @@ class Model:
         always is. sampling: one of the kind that will be used; its numbers do not matter.
         """
         for name, value in (("batch", batch), ("capacity", capacity), *(("buckets", b) for b in buckets)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1 is wanted")
+            whole_number(name, value, most=MOST_TOKENS)
         self._empty(batch, capacity)
         cache = self.cache_structs(batch, capacity)
 
@@ -224,8 +223,7 @@ class Model:
         """Check the arguments of a step that feeds tokens, and run it -> what it gives, new state."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
-        if state.layout != self.layout:
-            raise ValueError("state was made for another layout; move it with state.to(model.layout)")
+        self.check_state(state)
         if len(tokens) != state.batch:
             raise ValueError(f"tokens has {len(tokens)} rows, but the state holds {state.batch}")
         after = state.lengths + np.asarray(counts)
@@ -236,6 +234,16 @@ class Model:
             )
         out, cache = step(tokens, counts, state.take())
         return out, State(cache, self.config, self.layout, self.mesh, after)
+
+    def check_state(self, state: State) -> None:
+        """Raise ValueError unless a state is of this model: its configuration, dtype and layout."""
+        if not isinstance(state, State):
+            raise ValueError(f"state={state!r}: a State, as new_state or keep_state give, is wanted")
+        if state.layout != self.layout:
+            raise ValueError("state was made for another layout; move it with state.to(model.layout)")
+        if state.config != self.config or state.dtype != self.dtype:
+            of = f"{state.dtype}, the model {self.dtype}" if state.config == self.config else "another configuration"
+            raise ValueError(f"state belongs to another model ({of}): what it holds means nothing to this one")
 
     def _tokens(self, tokens: Rows) -> np.ndarray:
         array = np.asarray(tokens)

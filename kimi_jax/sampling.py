@@ -7,7 +7,7 @@ token. Must not know: the model, the tokenizer, when a text ends.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -17,19 +17,22 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int, Key, Shaped, UInt32
 
+from sharding_rules import whole_number
+
 T = TypeVar("T", bound=type)
 Number = int | float | np.number | Array
 SEEDS = 2**32  # a seed is 32 bits
 
 
-def row_seeds(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, "B"]:
+def row_seeds(seed: Any, rows: int) -> UInt32[np.ndarray, "B"]:
     """seeds[i] = seed + i; of a list, its own numbers.
 
     seed: 0 <= seed + i < 2^32; a list holds one number a row.
 
     Raises ValueError for a number out of range, or a list that does not hold `rows` numbers.
     """
-    seeds = [seed + i for i in range(rows)] if isinstance(seed, int | np.integer) else list(seed)
+    given = seed if isinstance(seed, Iterable) else [whole_number("seed", seed, least=-SEEDS) + i for i in range(rows)]
+    seeds = [whole_number("seed", number, least=-SEEDS) for number in given]  # its range is checked below, by row
     if len(seeds) != rows:
         raise ValueError(f"seed has {len(seeds)} numbers for {rows} prompts: pass one for each prompt, or a single int")
     for i, number in enumerate(seeds):

@@ -18,7 +18,7 @@ from kimi_jax import processes, tables
 from kimi_jax.config import Config
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.mla import LatentCache
-from sharding_rules import DeviceMesh, Layout, stripes
+from sharding_rules import DeviceMesh, Layout, stripes, whole_number
 
 
 @jax.tree_util.register_dataclass
@@ -107,8 +107,7 @@ class State:
 
     def fork(self, n: int = 1) -> "State":
         """A copy with each row n times in a row; this state stays usable."""
-        if n < 1:
-            raise ValueError(f"n={n}: fork makes at least 1 copy of each row")
+        n = whole_number("n", n)
         placed = cache_shardings(self.config, self.layout, self.mesh)
         copies = jax.tree.map(lambda x, at: jax.device_put(jnp.repeat(x, n, axis=0), at), self.cache, placed)
         # repeat(x, 1) may return x itself: the copy must own its buffers, since either may be donated.
@@ -118,6 +117,7 @@ class State:
 
     def row(self, index: int, pending: int | None = None) -> "State":
         """A copy of one row, as a state of batch 1."""
+        index = whole_number("index", index, least=0, most=self.batch - 1)
         placed = cache_shardings(self.config, self.layout, self.mesh)
         cache = jax.tree.map(lambda x, at: jax.device_put(x[index : index + 1].copy(), at), self.cache, placed)
         token = None if pending is None else np.array([pending], np.int32)

@@ -8,6 +8,7 @@ from sharding_rules.checks import Size, check, misfits, valid_meshes
 from sharding_rules.helix import SINGLE, helix
 from sharding_rules.layout import Layout
 from sharding_rules.mesh import DeviceMesh
+from sharding_rules.numbers import whole_number
 from sharding_rules.rank_major import logical_to_rank_major, rank_major_to_logical
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "rank_major_to_logical",
     "stripes",
     "valid_meshes",
+    "whole_number",
 ]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from sharding_rules.layout import Layout
 from sharding_rules.mesh import CP, TP
 
+LISTED = 256  # ranks up to which a message lists what would do
+
 
 class Size(NamedTuple):
     """`what` (in words) has `size` elements along the logical `axis`."""
@@ -42,9 +44,9 @@ def check(layout: Layout, sizes: Sequence[Size], *, devices: int | None = None, 
     bad = misfits(layout, sizes)
     if not bad:
         return
-    limit = max(devices or 0, layout.ranks, 32)
+    limit = min(max(devices or 0, layout.ranks, 32), LISTED)
     ranks = sorted({tp * cp for tp, cp in valid_meshes(layout, sizes, limit)})
-    here = valid_meshes(layout, sizes, devices or layout.ranks)
+    here = valid_meshes(layout, sizes, min(devices or layout.ranks, LISTED))
     problems = [f"{s.what} ({s.size}) do not divide by the {layout.shards(s.axis)} shards of {s.axis!r}" for s in bad]
     raise ValueError(
         f"tp={layout.tp} x cp={layout.cp} does not fit: {'; '.join(problems)}. "

@@ -28,6 +28,9 @@ def helix(
 
     Source: Helix Parallelism (arXiv 2507.07120), section 2, extended to KDA's states and to expert parallelism.
     """
+    for name, value in (("shard_qkv_a", shard_qkv_a), ("pad_heads", pad_heads)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: True or False is wanted")
     if moe_tp != 1:
         raise ValueError(f"moe_tp={moe_tp}: experts are placed whole, over tp * cp = {tp * cp} ranks; use moe_tp=1")
     if attention_dp:

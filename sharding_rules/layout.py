@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules import axes as names
 from sharding_rules.mesh import AXES, CP, TP, abstract_mesh, device_mesh
+from sharding_rules.numbers import whole_number
 
 Axes: TypeAlias = Sequence[str | None]  # one logical name an array axis; None: never split
 MeshAxes: TypeAlias = tuple[str, ...]
@@ -37,8 +38,7 @@ class Layout:
 
     def __post_init__(self):
         for name, value in (("tp", self.tp), ("cp", self.cp), ("tokens_per_block", self.tokens_per_block)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: a whole number of at least 1 is wanted")
+            whole_number(name, value)
         known = [name for name, _ in self.rules]
         if sorted(known) != sorted(names.ALL):
             odd = sorted(set(known) ^ set(names.ALL))

@@ -224,6 +224,11 @@ def test_nan_in_one_step_names_that_step(model):
         ([1] * 480, dict(max_new_tokens=64, capacity=512), "capacity=512 is too small: prompt 480 .* 64 needs 544"),
         ([], {}, "prompts is empty"),
         ([[]], {}, "prompt 0 is empty"),
+        ([True], {}, "token id in prompt 0=True: a whole number"),
+        (b"In", {}, "prompts=b'In': a string, a list of token ids"),
+        ([73, "In"], {}, "prompt 0 is 73: a string"),
+        (["\ud800"], {}, "is not text that can be encoded"),
+        ([1], {"seed": True}, "seed=True: a whole number"),
         ([[1], [320]], {}, "prompt 1 has token id 320; the vocabulary has 0 to 319"),
         ([[-1]], {}, "token id -1"),
         ("a", dict(max_new_tokens=0), "max_new_tokens=0"),
@@ -311,3 +316,19 @@ def test_an_eos_id_outside_the_vocabulary_is_refused(tiny, tmp_path):
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 900]}')
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id=\[9, 900\]: ids from 0 to"):
         kimi_jax.load(folder, progress=False)
+
+
+def test_a_text_that_continues_a_state_brings_no_bos(model):
+    begun = kimi_jax.generate(model, "In the", max_new_tokens=3, keep_state=True)[0]
+    ids = model.tokenizer.encode("In the")
+    more = model.tokenizer.encode(" and")[1:]  # without its BOS
+    whole = kimi_jax.generate(model, [*ids, *begun.tokens, *more], max_new_tokens=6)[0].tokens
+    assert kimi_jax.generate(model, " and", state=begun.state, max_new_tokens=6)[0].tokens == whole
+
+
+def test_a_state_of_another_model_is_refused(model, tiny):
+    other = kimi_jax.load(tiny, dtype="bfloat16", progress=False)
+    with pytest.raises(ValueError, match="state belongs to another model"):
+        kimi_jax.generate(other, [1], state=model.new_state(1, 64))
+    with pytest.raises(ValueError, match="index=5: a whole number from 0 to 0"):
+        model.new_state(1, 64).row(5)

@@ -65,7 +65,7 @@ def test_generate_takes_token_ids(models, capsys):
     ids = models("kimi-linear-tiny").tokenizer.encode("In the beginning")
     said = ",".join(map(str, ids))
     assert main(["generate", "--ids", said, "--max-new-tokens", "7"]) == 0
-    assert capsys.readouterr().out == f"{ids} of the\n"
+    assert capsys.readouterr().out == f"{ids}  of the\n"
 
 
 def test_plan_searches_a_layout_that_fits_or_says_that_none_does(capsys):
@@ -91,3 +91,23 @@ def test_explain_prints_text_and_json(capsys):
     assert "mla.kv_a" in capsys.readouterr().out
     assert main(["explain", "--tp", "2", "--cp", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["replicated"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("convert {tiny} --dry-run --layout 1x99999", "tp=1 x cp=99999 does not fit"),
+        ("plan --cp 1000000", "is valid up to 256 ranks"),
+        ("plan --fits H200 --max-ranks 0", "max_ranks=0: a whole number of at least 1 is wanted"),
+        ("explain --diff 2", "--diff 2: TP,CP or TP,CP,shard was wanted"),
+        ("generate --prompt x --devices 0", "n=0 devices: wanted 1 or more"),
+        ("generate --prompt x --checkpoint {tiny}/config.json", "config.json is a file: give the folder"),
+        ("generate --prompt x --checkpoint absent", "absent: no such folder"),
+        ("disk /absent --size 5MB --rounds 1", "/absent"),
+        ("bench --context 100 --capacity 5", "capacity=5 is too small: context 100 and the timed steps need"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_status_2(tiny, capsys, line, message):
+    assert main(line.format(tiny=tiny).split()) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out

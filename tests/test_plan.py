@@ -194,8 +194,8 @@ def test_a_plan_prints_as_text_html_and_json():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "batch=0: at least 1"),
-        ({"context": 0}, "context=0: at least 1"),
+        ({"batch": 0}, "batch=0: a whole number"),
+        ({"context": 0}, "context=0: a whole number"),
         ({"dtype": "float16"}, "dtype='float16': 'float32' or 'bfloat16'"),
     ],
 )

@@ -73,7 +73,7 @@ def test_two_processes_say_what_one_says_and_notice_when_they_differ(folder):
 def test_arguments_that_cannot_be_meant_are_refused_before_jax_starts():
     for wrong, message in [
         (("localhost", 2, 0), "coordinator='localhost': HOST:PORT of process 0 was wanted"),
-        (("localhost:1", 2, 2), "process_id=2: one of 0 to 1 was wanted"),
+        (("localhost:1", 2, 2), "process_id=2: a whole number from 0 to 1 is wanted"),
     ]:
         with pytest.raises(ValueError, match=message):
             processes.join(*wrong)

@@ -1,10 +1,11 @@
 """One way into both kinds of checkpoint folder: what was saved with orbax, and safetensors as the hub has them."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kimi_jax.checkpoints import hub_read, save_read
+from kimi_jax.checkpoints import hub_read, save_read, states
 from kimi_jax.checkpoints.matching import Match
 from kimi_jax.checkpoints.names import table
 from kimi_jax.checkpoints.placing import Tree, bytes_to_read, check_tree, defer, place
@@ -23,8 +24,20 @@ def kind_of(path: str | Path) -> str:
 
 
 def locate(path: str | Path) -> Path:
-    """The folder that holds config.json and the tokenizer's files: of a folder of saves, its newest."""
-    return save_read.current(path) or Path(path)
+    """The folder that holds config.json and the tokenizer's files: of a folder of saves, its newest.
+
+    Raises ValueError if there is no such folder, or one of something else.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r}: a checkpoint folder is wanted")
+    path = Path(path)
+    if path.is_file():
+        raise ValueError(f"{path} is a file: give the folder that it lies in")
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder; a checkpoint of the hub has to be downloaded first (`hf download`)")
+    if (path / states.ABOUT).is_file():
+        raise ValueError(f"{path} holds a state of sequences, not weights: load_state(model, path) reads it")
+    return save_read.current(path) or path
 
 
 def fingerprint(path: str | Path) -> str:

@@ -35,9 +35,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the options say -> the exit status."""
     import kimi_jax
+    from kimi_jax.checkpoints import folders
+    from kimi_jax.config import Config
+    from kimi_jax.model import guard
     from sharding_rules import helix
 
     layout = None if args.layout is None else helix(*args.layout)
+    if layout is not None:
+        guard(Config.from_hf(folders.locate(args.src)), layout)  # before any device is made
     kimi_jax.simulate_devices(1 if layout is None else layout.ranks)  # files to files: no accelerator is wanted
     if args.dry_run:
         found = kimi_jax.dry_run(args.src, layout=layout, dtype=args.dtype)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 from kimi_jax.commands.options import add_layout, config_of, layout_of
 from kimi_jax.planning.explain import explain, explain_diff
@@ -24,7 +25,9 @@ def run(args: argparse.Namespace) -> None:
     config, layout = config_of(args.config), layout_of(args)
     said = explain(config, layout, dtype=args.dtype)
     if args.diff:
-        tp, cp, *shard = args.diff.split(",")
-        other = helix(int(tp), int(cp), shard_qkv_a=shard == ["shard"], tokens_per_block=args.tokens_per_block)
+        if not (found := re.fullmatch(r"(\d+),(\d+)(,shard)?", args.diff)):
+            raise ValueError(f"--diff {args.diff}: TP,CP or TP,CP,shard was wanted")
+        tp, cp, shard = int(found[1]), int(found[2]), found[3] is not None
+        other = helix(tp, cp, shard_qkv_a=shard, tokens_per_block=args.tokens_per_block)
         said = explain_diff(said, explain(config, other, dtype=args.dtype))
     print(json.dumps(said.to_json(), indent=2) if args.json else said)

@@ -41,13 +41,17 @@ def run(args: argparse.Namespace) -> None:
     options = dict(max_new_tokens=args.max_new_tokens, sampling=_sampling(args), seed=args.seed, stop=args.stop)
     if len(args.prompts) == 1:
         pieces = kimi_jax.stream(model, args.prompts[0], **options)
-        print(args.prompts[0], end="")
+        print(_asked(args.prompts[0]), end="")
         for piece in pieces:
             print(_shown(piece), end="", flush=True)
         print()
     else:
         for prompt, completion in zip(args.prompts, kimi_jax.generate(model, args.prompts, **options), strict=True):
-            print(f"{prompt}{_shown(completion)}\n")
+            print(f"{_asked(prompt)}{_shown(completion)}\n")
+
+
+def _asked(prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else f"{prompt} "
 
 
 def _shown(part) -> str:

@@ -52,14 +52,17 @@ def start(args: argparse.Namespace) -> None:
 
     from kimi_jax import processes, simulate_devices
 
-    if args.devices:
+    if args.devices is not None:
         simulate_devices(args.devices)
     if args.coordinator is None:
         if args.processes is not None or args.process_id is not None:
             raise ValueError("--processes and --process-id need --coordinator HOST:PORT, the address of process 0")
         return
     if args.coordinator == "auto":
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise ValueError("--coordinator auto: no Slurm and no MPI started this process; give HOST:PORT") from error
     elif args.processes is None or args.process_id is None:
         raise ValueError(f"--coordinator {args.coordinator} needs --processes N and --process-id I")
     else:
@@ -70,7 +73,10 @@ def start(args: argparse.Namespace) -> None:
 
 def numbers(text: str) -> list[int]:
     """ "1,8,32" -> [1, 8, 32]."""
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers, as 3,1,4, were wanted") from None
 
 
 def mesh(text: str) -> tuple[int, int]:

@@ -17,10 +17,11 @@ from kimi_jax.generation import prompting
 from kimi_jax.generation.completion import Completion, Piece
 from kimi_jax.generation.rows import Row
 from kimi_jax.processes import agree, alone, is_first
-from kimi_jax.runtime import Model
+from kimi_jax.runtime import MOST_TOKENS, Model
 from kimi_jax.sampling import Greedy, Sampling, row_seeds
 from kimi_jax.state import State
 from kimi_jax.steps import BURST
+from sharding_rules import whole_number
 
 PREFILL_CHUNK = 2048  # longest stretch of prompt fed at once, unless asked otherwise
 SMALLEST_BUCKET = 16
@@ -117,19 +118,23 @@ class Run:
         cls, model, prompts, max_new_tokens, sampling, seed, stop, logprobs, capacity, prefill_chunk, state
     ) -> "Run":
         """Check every argument, then make the state."""
-        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        prompts = prompting.listed(prompts)
         agree(
             "generate", prompts=prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop,
             logprobs=logprobs, capacity=capacity, prefill_chunk=prefill_chunk,
             state=None if state is None else (state.lengths, state.pending),
         )  # fmt: skip
         prompts = prompting.as_list(prompts)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1 is wanted")
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk}: at least 1 is wanted")
-        pending = None if state is None else state.pending
-        tokens = [prompting.encode(model, prompt, i, pending) for i, prompt in enumerate(prompts)]
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens, most=MOST_TOKENS)
+        if prefill_chunk is not None:
+            prefill_chunk = whole_number("prefill_chunk", prefill_chunk)
+        if capacity is not None:
+            capacity = whole_number("capacity", capacity, most=MOST_TOKENS)
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling={sampling!r}: Greedy(), Temperature(t), TopK(k, t), TopP(p, t) or MinP(p, t)")
+        if state is not None:
+            model.check_state(state)
+        tokens = [prompting.encode(model, prompt, i, state) for i, prompt in enumerate(prompts)]
         stop_tokens, stop_strings = prompting.stops(model, stop)
         seeds = row_seeds(seed, len(tokens))
         state = prompting.state_with_room(model, tokens, max_new_tokens, capacity, state)

@@ -1,56 +1,81 @@
 """What a user gave `generate`, checked and turned into numbers: prompts, stops, and a state with room for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
 from kimi_jax.runtime import Model
 from kimi_jax.state import State
 from kimi_jax.tokenizer import StopStrings
+from sharding_rules import whole_number
 
 Prompt = str | Sequence[int]
 NO_TOKEN = -1
+ANY = 1 << 64  # below its negative there is no id worth a message of its own
+PROMPTS = "a string, a list of token ids, or a list of those"
 
 
-def as_list(prompts) -> list:
+def listed(prompts: Any) -> str | list:
+    """Prompts as they came, a string or a list; anything else that can be iterated over becomes a list."""
+    if isinstance(prompts, str):
+        return prompts
+    if isinstance(prompts, bytes | Mapping | Set) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r}: {PROMPTS} is wanted")
+    return np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
+
+
+def as_list(prompts: Any) -> list:
     """One prompt or many -> a list of prompts."""
+    prompts = listed(prompts)
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in prompts):
-        return [prompts]
     if not prompts:
-        raise ValueError("prompts is empty: give a string, a list of token ids, or a list of those")
-    return prompts
+        raise ValueError(f"prompts is empty: {PROMPTS} is wanted")
+    return prompts if any(isinstance(p, str | Iterable) for p in prompts) else [prompts]
 
 
-def encode(model: Model, prompt: Prompt, index: int, pending: np.ndarray | None = None) -> list[int]:
-    """Token ids to feed: the prompt's, after what a kept state has not been fed yet."""
+def encode(model: Model, prompt: Any, index: int, state: State | None = None) -> list[int]:
+    """Token ids to feed, after what a kept state has not been fed yet. Where a state goes on there is no BOS: a text in
+    the middle of a sequence is encoded without what a tokenizer sets before a whole one.
+    """
+    name = f"prompt {index}"
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise ValueError(f"prompt {index} is a string, but the checkpoint has no tokenizer; give token ids")
-        ids = model.tokenizer.encode(prompt)
+            raise ValueError(f"{name} is a string, but the checkpoint has no tokenizer; give token ids")
+        try:
+            ids = model.tokenizer.encode(prompt)
+        except (TypeError, UnicodeError) as error:
+            raise ValueError(f"{name}={prompt!r} is not text that can be encoded: {error}") from error
+        before = model.tokenizer.encode("") if state is not None and state.lengths[index % state.batch] else []
+        ids = ids[len(before) :] if ids[: len(before)] == before else ids
+    elif isinstance(prompt, bytes | Mapping | Set) or not isinstance(prompt, Iterable):
+        raise ValueError(f"{name} is {prompt!r}: {PROMPTS} is wanted")
     else:
-        ids = [int(token) for token in prompt]
+        ids = [whole_number(f"token id in {name}", token, least=-ANY) for token in listed(prompt)]
     bad = [token for token in ids if not 0 <= token < model.config.vocab_size]
     if bad:
-        raise ValueError(f"prompt {index} has token id {bad[0]}; the vocabulary has 0 to {model.config.vocab_size - 1}")
-    if pending is not None:
-        ids = [int(pending[index % len(pending)]), *ids]
+        raise ValueError(f"{name} has token id {bad[0]}; the vocabulary has 0 to {model.config.vocab_size - 1}")
+    if state is not None and state.pending is not None:
+        ids = [int(state.pending[index % state.batch]), *ids]
     if not ids:
-        raise ValueError(f"prompt {index} is empty: at least one token is needed")
+        raise ValueError(f"{name} is empty: at least one token is needed")
     return ids
 
 
-def stops(model: Model, stop: str | Sequence[str | int]) -> tuple[np.ndarray, StopStrings]:
+def stops(model: Model, stop: Any) -> tuple[np.ndarray, StopStrings]:
     """Stop token ids, with the EOS ids (padded to a multiple of 8: their number compiles nothing), and strings."""
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    strings = [s for s in stops if isinstance(s, str)]
+    if isinstance(stop, bytes | Mapping) or not isinstance(stop, Iterable):
+        raise ValueError(f"stop={stop!r}: a string, or a list of strings and token ids, is wanted")
+    given = [stop] if isinstance(stop, str) else list(stop)
+    strings = [s for s in given if isinstance(s, str)]
     if strings and model.tokenizer is None:
         raise ValueError(f"stop={strings[0]!r} is a string, but the checkpoint has no tokenizer; give token ids")
     if any(not s for s in strings):
         raise ValueError("stop holds an empty string, which would end every row at once")
-    ids = sorted({*model.eos_token_ids, *(int(s) for s in stops if not isinstance(s, str))})
+    most = model.config.vocab_size - 1
+    ids = {whole_number("token id in stop", s, least=0, most=most) for s in given if not isinstance(s, str)}
+    ids = sorted({*model.eos_token_ids, *ids})
     padded = ids + [NO_TOKEN] * (-len(ids) % 8 or (0 if ids else 8))
     return np.array(padded, np.int32), StopStrings(strings)
 

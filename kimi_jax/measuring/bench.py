@@ -27,7 +27,7 @@ from kimi_jax.runtime import Model, born
 from kimi_jax.sampling import Temperature
 from kimi_jax.state import State, cache_shapes
 from kimi_jax.version import __version__
-from sharding_rules import SINGLE
+from sharding_rules import SINGLE, whole_number
 
 BURST = 32  # decode steps a timed call
 REPEATS = 5
@@ -223,7 +223,10 @@ def run(
     report = Report(measure_machine(str(model.dtype)), describe(model))
     for batch in batches:
         for context in contexts:
-            room = capacity or context + 2 * BURST * (REPEATS + 1)
+            need = context + BURST * (REPEATS + 1)
+            room = need if capacity is None else whole_number("capacity", capacity)
+            if room < need:
+                raise ValueError(f"capacity={capacity} is too small: context {context} and the timed steps need {need}")
             row = time_decode(model, report.machine, batch, context, room)
             report.rows.append(replace(row, context=context, peer=peer.get(("decode", batch, context))))
         for tokens in prefills:

@@ -25,6 +25,8 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
         [sys.executable, "-m", "kimi_jax.measuring.peer", json.dumps(job)], capture_output=True, text=True
     )
     if done.returncode:
+        if "No module named" in done.stderr:
+            raise ValueError("--peer transformers needs torch and transformers: pip install 'kimi_jax[parity]'")
         raise ValueError(f"the peer (transformers) failed: {done.stderr.strip()[-600:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kimi_jax import tables
 from kimi_jax.config import Config
-from kimi_jax.model import Parameter, guard
+from kimi_jax.model import Parameter, checked_dtype, guard
 from kimi_jax.placement import declared, describe, held, kind, layout_json, order
 from kimi_jax.planning.collectives import Collective, needed
 from kimi_jax.tables import Bar, human
@@ -123,6 +123,7 @@ def explain(config: Config, layout: Layout, *, dtype: str = "bfloat16") -> Expla
     Raises ValueError if the layout does not fit the model.
     """
     guard(config, layout)
+    dtype = checked_dtype(dtype)
     folded: dict[tuple[str, Parameter], int] = {}
     for path, parameter in declared(config, layout, dtype):
         key = kind(path, config), parameter

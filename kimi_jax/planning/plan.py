@@ -13,14 +13,15 @@ from typing import Any
 from kimi_jax import tables
 from kimi_jax.config import Config
 from kimi_jax.layers.mla import LatentCache
-from kimi_jax.model import guard, sizes
+from kimi_jax.model import checked_dtype, guard, sizes
 from kimi_jax.placement import declared, describe, held, layout_json
 from kimi_jax.planning import estimate
 from kimi_jax.planning.collectives import Collective, needed
 from kimi_jax.planning.devices import DEVICES, GIB, usable
+from kimi_jax.runtime import MOST_TOKENS
 from kimi_jax.state import cache_shapes
 from kimi_jax.tables import Bar, human
-from sharding_rules import SINGLE, Layout, axes, valid_meshes
+from sharding_rules import SINGLE, Layout, axes, valid_meshes, whole_number
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,10 +155,8 @@ def plan(config: Config, layout: Layout, *, batch: int = 1, context: int = 8192,
     Raises ValueError if the layout does not fit the model.
     """
     for name, value in (("batch", batch), ("context", context)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: at least 1 is wanted")
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: 'float32' or 'bfloat16' was wanted")
+        whole_number(name, value, most=MOST_TOKENS)
+    dtype = checked_dtype(dtype)
     guard(config, layout)
     parts: Counter[str] = Counter()
     alike = Counter((_part(path, config), parameter) for path, parameter in declared(config, layout, dtype))
@@ -200,6 +199,7 @@ def layouts_that_fit(
     matter.
     """
     usable(device)
+    whole_number("max_ranks", max_ranks)
     meshes = valid_meshes(layout, sizes(config, layout), max_ranks)
     plans = [plan(config, layout.resized(*mesh), batch=batch, context=context, dtype=dtype) for mesh in meshes]
     return sorted((p for p in plans if p.fits(device)), key=lambda p: (p.layout.ranks, p.total))
