@@ -48,7 +48,7 @@ def join(coordinator: str, processes: int, process_id: int, *, timeout: int = ST
                 if time.monotonic() > until:
                     raise TimeoutError(f"coordinator={coordinator}: process 0 did not answer {me} within {timeout} s")
                 time.sleep(0.2)
-    others = ", ".join(str(i) for i in range(1, processes) if i != process_id)
+    others = ", ".join(str(i) for i in range(processes) if i != process_id)
     with _explained(f"{me} waits for process {others} to come to {coordinator}, up to {timeout} s"):
         jax.distributed.initialize(
             coordinator, processes, process_id,

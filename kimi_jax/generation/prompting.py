@@ -12,16 +12,15 @@ from sharding_rules import whole_number
 
 Prompt = str | Sequence[int]
 NO_TOKEN = -1
+NO_ROW = (str, bytes, Mapping, Set)  # can be iterated over, and are no row of prompts or ids
 ANY = 1 << 64  # below its negative there is no id worth a message of its own
 PROMPTS = "a string, a list of token ids, or a list of those"
 
 
-def listed(prompts: Any) -> str | list:
-    """Prompts as they came, a string or a list; anything else that can be iterated over becomes a list."""
-    if isinstance(prompts, str):
+def listed(prompts: Any) -> Any:
+    """Any row of things as a list, and what is no row as it came. Never raises: processes compare before one fails."""
+    if isinstance(prompts, NO_ROW) or not isinstance(prompts, Iterable):
         return prompts
-    if isinstance(prompts, bytes | Mapping | Set) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts={prompts!r}: {PROMPTS} is wanted")
     return np.asarray(prompts).tolist() if hasattr(prompts, "__array__") else list(prompts)
 
 
@@ -30,6 +29,8 @@ def as_list(prompts: Any) -> list:
     prompts = listed(prompts)
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, list):
+        raise ValueError(f"prompts={prompts!r}: {PROMPTS} is wanted")
     if not prompts:
         raise ValueError(f"prompts is empty: {PROMPTS} is wanted")
     return prompts if any(isinstance(p, str | Iterable) for p in prompts) else [prompts]
@@ -49,10 +50,10 @@ def encode(model: Model, prompt: Any, index: int, state: State | None = None) ->
             raise ValueError(f"{name}={prompt!r} is not text that can be encoded: {error}") from error
         before = model.tokenizer.encode("") if state is not None and state.lengths[index % state.batch] else []
         ids = ids[len(before) :] if ids[: len(before)] == before else ids
-    elif isinstance(prompt, bytes | Mapping | Set) or not isinstance(prompt, Iterable):
+    elif not isinstance(row := listed(prompt), list):
         raise ValueError(f"{name} is {prompt!r}: {PROMPTS} is wanted")
     else:
-        ids = [whole_number(f"token id in {name}", token, least=-ANY) for token in listed(prompt)]
+        ids = [whole_number(f"token id in {name}", token, least=-ANY) for token in row]
     bad = [token for token in ids if not 0 <= token < model.config.vocab_size]
     if bad:
         raise ValueError(f"{name} has token id {bad[0]}; the vocabulary has 0 to {model.config.vocab_size - 1}")
