@@ -1,0 +1,311 @@
+"""KDA's middle for many tokens, a chunk at a time: convolution, gates and the delta rule, on matrix units in bfloat16.
+
+The sibling of `ops.kda.mix_heads_plain` at T > 1, up to its gated norm. Knows nothing of projections or of how heads are
+spread over devices. Two kernels: what a chunk computes without the state, all chunks at once; then the states.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Int32
+
+from kimi_jax.kernels.gates import log_decay, unit
+
+CHUNK = 64
+LEVELS = CHUNK.bit_length() - 1
+LOG2E = math.log2(math.e)
+STRONGEST = -88.0  # as in `ops.delta_rule`
+PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
+
+
+class Chunks(NamedTuple):
+    """What the M chunks of a row do to the state S that they enter with, and what they read from it.
+
+        U = values - erasers S        out = readers S + mixing U        S <- Diag(decay) S + writers^T U
+    """
+
+    erasers: Float[Array, "B M H C K"]
+    readers: Float[Array, "B M H C K"]
+    writers: Float[Array, "B M H C K"]
+    values: Float[Array, "B M H C V"]
+    mixing: Float[Array, "B M H C C"]
+    decay: Float32[Array, "B M H K"]
+
+
+def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
+    """Whether these kernels can stand in: many bfloat16 tokens, and a head width for whole matrix tiles."""
+    K = qkv.shape[-1]
+    return qkv.shape[1] > 1 and qkv.dtype == jnp.bfloat16 and K in (64, 128)
+
+
+def mix_chunks(
+    qkv: Float[Array, "B T H 3 K"],
+    f: Float[Array, "B T H K"],
+    b: Float[Array, "B T H"],
+    conv_weight: Float[Array, "H 3 K W"],
+    a_log: Float32[Array, " H"],
+    dt_bias: Float32[Array, "H K"],
+    conv_state: Float[Array, "B W-1 H 3 K"],
+    recurrent: Float32[Array, "B H K V"],
+    counts: Int32[Array, " B"],
+    *,
+    lower_bound: float | None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """q, k, v = silu(conv(qkv));  S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  out = S^T q  for T tokens in turn.
+
+    With q and k normalised, q scaled by K^-1/2. Operands of matrix products are bfloat16, sums float32, the state
+    float32: a relative error of about 4e-3. A token at or after counts[b] has decay 1 and writes nothing.
+
+    Floor: 2 (3 + 1 + 1) K bytes a token and head, or about 12 C K + 14 K^2 operations (C = CHUNK). Source: Kimi Linear
+    (arXiv 2510.26692), section 3, the chunkwise form, as written out in `ops.delta_rule.delta_chunked`.
+    """
+    mixed, g = prepare(
+        qkv, f, conv_weight, a_log, dt_bias, conv_state, counts, lower_bound=lower_bound, interpret=interpret
+    )
+    chunks = within_chunks(mixed, g, b, interpret=interpret)
+    return across_chunks(chunks, recurrent, qkv.shape[1], interpret=interpret)
+
+
+def prepare(
+    qkv: Float[Array, "B T H 3 K"],
+    f: Float[Array, "B T H K"],
+    conv_weight: Float[Array, "H 3 K W"],
+    a_log: Float32[Array, " H"],
+    dt_bias: Float32[Array, "H K"],
+    conv_state: Float[Array, "B W-1 H 3 K"],
+    counts: Int32[Array, " B"],
+    *,
+    lower_bound: float | None,
+    rows: int = 16,
+    warps: int = 4,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H 3 K"], Float32[Array, "B T H K"]]:
+    """q, k, v after convolution, SiLU and norms (zero in padded tokens), and the decays' binary logarithms (likewise)."""
+    B, T, H, _, K = qkv.shape
+    return pl.pallas_call(
+        functools.partial(_prepare, rows=rows, lower_bound=lower_bound, width=conv_weight.shape[-1]),
+        out_shape=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct((B, T, H, K), jnp.float32)),
+        grid=(pl.cdiv(T, rows), H, B),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="kda_prepare",
+    )(qkv, f, conv_weight, a_log, dt_bias, conv_state, counts)
+
+
+def _prepare(
+    qkv_ref, f_ref, conv_weight_ref, a_log_ref, dt_bias_ref, conv_ref, counts_ref, mixed_ref, g_ref, *,
+    rows, lower_bound, width,
+):  # fmt: skip
+    h, row = pl.program_id(1), pl.program_id(2)
+    K, T = qkv_ref.shape[-1], qkv_ref.shape[1]
+    here = pl.ds(pl.program_id(0) * rows, rows)
+    token = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
+    inside = jnp.broadcast_to((token < T)[:, None], (rows, K))
+    live = (token < counts_ref[row])[:, None]
+
+    for i in range(3):
+        taps = [conv_weight_ref[h, i, :, j].astype(jnp.float32)[None, :] for j in range(width)]
+        inputs = [_inputs(qkv_ref, conv_ref, row, h, i, token - (width - 1) + j) for j in range(width)]
+        y = sum(tap * x for tap, x in zip(taps, inputs, strict=True))
+        y = jnp.where(live, y * jax.nn.sigmoid(y), 0.0).astype(qkv_ref.dtype).astype(jnp.float32)
+        if i < 2:
+            y = unit(y) * (K**-0.5 if i == 0 else 1.0)
+        plgpu.store(mixed_ref.at[row, here, h, jnp.int32(i), :], y.astype(mixed_ref.dtype), mask=inside)
+
+    f = plgpu.load(f_ref.at[row, here, h, :], mask=inside, other=0.0)
+    g = log_decay(f.astype(jnp.float32) + dt_bias_ref[h, :][None, :], jnp.exp(a_log_ref[h]), lower_bound)
+    g = jnp.where(live, jnp.maximum(g, STRONGEST) * LOG2E, 0.0)
+    plgpu.store(g_ref.at[row, here, h, :], g, mask=inside)
+
+
+def _inputs(qkv_ref, conv_ref, row, h, i, token):
+    """Inputs of the convolution at `token` [R], which before 0 are in the history; float32 [R, K]."""
+    K, T, past = qkv_ref.shape[-1], qkv_ref.shape[1], conv_ref.shape[1]
+    shape = (token.shape[0], K)
+    channel = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[None, :], shape)
+
+    def load(ref, at, mask):
+        place = (row, jnp.broadcast_to(at[:, None], shape), h, jnp.int32(i), channel)
+        place = tuple(jnp.broadcast_to(x, shape) for x in place)
+        return plgpu.load(ref.at[place], mask=jnp.broadcast_to(mask[:, None], shape), other=0.0).astype(jnp.float32)
+
+    new = load(qkv_ref, jnp.clip(token, 0, T - 1), (token >= 0) & (token < T))
+    return new + load(conv_ref, jnp.clip(token + past, 0, past - 1), token < 0)
+
+
+def within_chunks(
+    mixed: Float[Array, "B T H 3 K"],
+    g: Float32[Array, "B T H K"],
+    b: Float[Array, "B T H"],
+    *,
+    warps: int = 8,
+    interpret: bool = False,
+) -> Chunks:
+    """The part of `ops.delta_rule.delta_chunked` that does not need the state: one program a chunk of one head."""
+    B, T, H, _, K = mixed.shape
+    M = pl.cdiv(T, CHUNK)
+
+    def struct(*shape, dtype=mixed.dtype):
+        return jax.ShapeDtypeStruct((B, M, H, *shape), dtype)
+
+    out = pl.pallas_call(
+        _within,
+        out_shape=Chunks(
+            struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, CHUNK),
+            struct(K, dtype=jnp.float32),
+        ),
+        grid=(M, H, B),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="kda_within_chunks",
+    )(mixed, g, b)  # fmt: skip
+    return Chunks(*out)
+
+
+def _within(
+    mixed_ref, g_ref, b_ref, erasers_ref, readers_ref, writers_ref, values_ref, mixing_ref, decay_ref,
+):  # fmt: skip
+    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    C, (T, K) = CHUNK, (mixed_ref.shape[1], mixed_ref.shape[-1])
+    here, inside = pl.ds(m * C, C), m * C + jnp.arange(C, dtype=jnp.int32) < T
+    mask = jnp.broadcast_to(inside[:, None], (C, K))
+    dtype = mixed_ref.dtype
+
+    def load(ref, *at):
+        return plgpu.load(ref.at[row, here, h, *at, :], mask=mask, other=0.0)
+
+    q, k, g = load(mixed_ref, jnp.int32(0)), load(mixed_ref, jnp.int32(1)), load(g_ref)
+    b = plgpu.load(b_ref.at[row, here, h], mask=inside, other=0.0)
+    beta = jax.nn.sigmoid(b.astype(jnp.float32))[:, None]
+    coarse = g.astype(dtype)
+    fine = (g - coarse.astype(jnp.float32)).astype(dtype)
+
+    t, j = jnp.arange(C, dtype=jnp.int32)[:, None], jnp.arange(C, dtype=jnp.int32)[None, :]
+
+    def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
+        keys, queries = carry
+        decayed = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
+        of_keys, of_queries = k * decayed, q * decayed
+        between = _between(t, j, i)
+        keys += jnp.where(between, _dot_t(of_keys, of_keys), 0.0)
+        queries += jnp.where(between, _dot_t(of_queries, of_keys), 0.0)
+        return keys, queries
+
+    zero = jnp.zeros((C, C), jnp.float32)
+    keys, queries = lax.fori_loop(0, LEVELS, level, (zero, zero))
+    own = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)[:, None]
+    mixing_ref[row, m, h] = (queries + jnp.where(t == j, own, 0.0)).astype(dtype)
+    inverse = _unit_lower_inverse(beta * keys, t, j).astype(dtype)
+
+    upto, behind = _ones(j <= t, dtype), _ones(j > t, dtype)
+    through = jnp.exp2(_dot(upto, coarse) + _dot(upto, fine))
+    readers_ref[row, m, h] = (q.astype(jnp.float32) * through).astype(dtype)
+    erasers_ref[row, m, h] = _dot(inverse, (beta * k.astype(jnp.float32) * through).astype(dtype)).astype(dtype)
+    after = jnp.exp2(_dot(behind, coarse) + _dot(behind, fine))
+    writers_ref[row, m, h] = (k.astype(jnp.float32) * after).astype(dtype)
+    decay_ref[row, m, h] = jnp.exp2(jnp.sum(g, axis=0))
+    v = load(mixed_ref, jnp.int32(2)).astype(jnp.float32)
+    values_ref[row, m, h] = _dot(inverse, (beta * v).astype(dtype)).astype(dtype)
+
+
+def _ones(where, dtype):
+    return jnp.where(where, jnp.ones((), dtype), jnp.zeros((), dtype))
+
+
+def _spans(t, j, i):
+    """Whether token j's decay lies between token t and the middle of the block of 2^(i+1) tokens that t is in."""
+    middle = (t >> (i + 1) << (i + 1)) + (1 << i) - 1
+    return ((j > middle) & (j <= t)) | ((j > t) & (j <= middle))
+
+
+def _between(t, j, i):
+    """Whether t is in the second half and j in the first of one block of 2^(i+1) tokens."""
+    return (t >> (i + 1) == j >> (i + 1)) & (t >> i > j >> i)
+
+
+def _unit_lower_inverse(a, t, j):
+    """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
+
+        [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
+    """
+
+    def level(i, inverse):
+        lower = jnp.where(_between(t, j, i), a, 0.0)
+        return inverse - _dot(inverse, _dot(lower, inverse))
+
+    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_between(t, j, 0), a, 0.0)
+    return lax.fori_loop(1, LEVELS, level, start)
+
+
+def across_chunks(
+    chunks: Chunks,
+    state: Float32[Array, "B H K V"],
+    tokens: int,
+    *,
+    columns: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
+    """Run the chunks one after the other on the state: one program a head and `columns` of the value axis."""
+    B, H, K, V = state.shape
+    columns = columns or (32 if B * H * V // 32 <= PROGRAMS else 64)
+    dtype = chunks.values.dtype
+    return pl.pallas_call(
+        functools.partial(_across, columns=columns),
+        out_shape=(jax.ShapeDtypeStruct((B, tokens, H, V), dtype), jax.ShapeDtypeStruct(state.shape, state.dtype)),
+        grid=(V // columns, H, B),
+        input_output_aliases={len(chunks): 1},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="kda_across_chunks",
+    )(*chunks, state)
+
+
+def _across(
+    erasers_ref, readers_ref, writers_ref, values_ref, mixing_ref, decay_ref, state_ref, out_ref, new_state_ref, *,
+    columns,
+):  # fmt: skip
+    h, row = pl.program_id(1), pl.program_id(2)
+    some = pl.ds(pl.program_id(0) * columns, columns)
+    C, T = CHUNK, out_ref.shape[1]
+    dtype = out_ref.dtype
+
+    def step(m, state):
+        rounded = state.astype(dtype)
+        update = values_ref[row, m, h, :, some].astype(jnp.float32) - _dot(erasers_ref[row, m, h], rounded)
+        update = update.astype(dtype)
+        out = _dot(readers_ref[row, m, h], rounded) + _dot(mixing_ref[row, m, h], update)
+        inside = (m * C + jnp.arange(C, dtype=jnp.int32) < T)[:, None]
+        mask = jnp.broadcast_to(inside, out.shape)
+        plgpu.store(out_ref.at[row, pl.ds(m * C, C), h, some], out.astype(dtype), mask=mask)
+        written = lax.dot_general(
+            writers_ref[row, m, h], update, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        return decay_ref[row, m, h][:, None] * state + written
+
+    state = lax.fori_loop(0, values_ref.shape[1], step, state_ref[row, h, :, some])
+    new_state_ref[row, h, :, some] = state
+
+
+def _dot(a, b):
+    """a b; float32 operands are rounded to TF32."""
+    return _product(a, b, 0)
+
+
+def _dot_t(a, b):
+    """a b^T"""
+    return _product(a, b, 1)
+
+
+def _product(a, b, over):
+    return lax.dot_general(
+        a, b, (((1,), (over,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )
