@@ -136,8 +136,12 @@ def _inputs(qkv_ref, conv_ref, row, h, i, token):
         place = tuple(jnp.broadcast_to(x, shape) for x in place)
         return plgpu.load(ref.at[place], mask=jnp.broadcast_to(mask[:, None], shape), other=0.0).astype(jnp.float32)
 
-    new = load(qkv_ref, jnp.clip(token, 0, T - 1), (token >= 0) & (token < T))
-    return new + load(conv_ref, jnp.clip(token + past, 0, past - 1), token < 0)
+    inputs = load(qkv_ref, jnp.clip(token, 0, T - 1), (token >= 0) & (token < T))
+    return inputs + lax.cond(  # the history is behind a branch: only a row's first program has any of it
+        pl.program_id(0) == 0,
+        lambda: load(conv_ref, jnp.clip(token + past, 0, past - 1), token < 0),
+        lambda: jnp.zeros(shape, jnp.float32),
+    )
 
 
 def within_chunks(
@@ -145,74 +149,105 @@ def within_chunks(
     g: Float32[Array, "B T H K"],
     b: Float[Array, "B T H"],
     *,
-    warps: int = 8,
+    warps: int = 4,
     interpret: bool = False,
 ) -> Chunks:
-    """The part of `ops.delta_rule.delta_chunked` that does not need the state: one program a chunk of one head."""
-    B, T, H, _, K = mixed.shape
-    M = pl.cdiv(T, CHUNK)
+    """The part of `ops.delta_rule.delta_chunked` that does not need the state: one program a chunk of one head.
 
-    def struct(*shape, dtype=mixed.dtype):
+    In two kernels, since one holds more than the registers do: the products between tokens, then what follows from them.
+    """
+    B, T, H, _, K = mixed.shape
+    M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
+
+    def struct(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct((B, M, H, *shape), dtype)
 
-    out = pl.pallas_call(
-        _within,
-        out_shape=Chunks(
-            struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, K), struct(CHUNK, CHUNK),
-            struct(K, dtype=jnp.float32),
-        ),
+    call = functools.partial(
+        pl.pallas_call,
         grid=(M, H, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        name="kda_within_chunks",
-    )(mixed, g, b)  # fmt: skip
-    return Chunks(*out)
+    )
+    products, mixing = call(
+        _products, out_shape=(struct(C, C, dtype=jnp.float32), struct(C, C)), name="kda_chunk_products"
+    )(mixed, g, b)
+    factors = call(
+        _factors,
+        out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
+        name="kda_chunk_factors",
+    )(mixed, g, b, products)
+    *factors, decay = factors
+    return Chunks(*factors, mixing, decay)
 
 
-def _within(
-    mixed_ref, g_ref, b_ref, erasers_ref, readers_ref, writers_ref, values_ref, mixing_ref, decay_ref,
-):  # fmt: skip
+def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
+    """A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M[t, j] likewise of q, no beta, j <= t.
+
+    Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
+    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.
+    """
     m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    C, (T, K) = CHUNK, (mixed_ref.shape[1], mixed_ref.shape[-1])
-    here, inside = pl.ds(m * C, C), m * C + jnp.arange(C, dtype=jnp.int32) < T
-    mask = jnp.broadcast_to(inside[:, None], (C, K))
     dtype = mixed_ref.dtype
-
-    def load(ref, *at):
-        return plgpu.load(ref.at[row, here, h, *at, :], mask=mask, other=0.0)
-
-    q, k, g = load(mixed_ref, jnp.int32(0)), load(mixed_ref, jnp.int32(1)), load(g_ref)
-    b = plgpu.load(b_ref.at[row, here, h], mask=inside, other=0.0)
-    beta = jax.nn.sigmoid(b.astype(jnp.float32))[:, None]
-    coarse = g.astype(dtype)
-    fine = (g - coarse.astype(jnp.float32)).astype(dtype)
-
-    t, j = jnp.arange(C, dtype=jnp.int32)[:, None], jnp.arange(C, dtype=jnp.int32)[None, :]
+    coarse = _load(g_ref, row, m, h).astype(dtype)
+    t, j = _token_pairs()
 
     def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
         keys, queries = carry
         decayed = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
-        of_keys, of_queries = k * decayed, q * decayed
+        of_keys = _load(mixed_ref, row, m, h, 1, volatile=True) * decayed
+        of_queries = _load(mixed_ref, row, m, h, 0, volatile=True) * decayed
         between = _between(t, j, i)
         keys += jnp.where(between, _dot_t(of_keys, of_keys), 0.0)
         queries += jnp.where(between, _dot_t(of_queries, of_keys), 0.0)
         return keys, queries
 
-    zero = jnp.zeros((C, C), jnp.float32)
+    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     keys, queries = lax.fori_loop(0, LEVELS, level, (zero, zero))
-    own = jnp.sum(q.astype(jnp.float32) * k.astype(jnp.float32), axis=1)[:, None]
+    products_ref[row, m, h] = _beta(b_ref, row, m, h) * keys
+    q, k = (_load(mixed_ref, row, m, h, i).astype(jnp.float32) for i in (0, 1))
+    own = jnp.sum(q * k, axis=1)[:, None]
     mixing_ref[row, m, h] = (queries + jnp.where(t == j, own, 0.0)).astype(dtype)
-    inverse = _unit_lower_inverse(beta * keys, t, j).astype(dtype)
 
+
+def _factors(mixed_ref, g_ref, b_ref, products_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
+    """The rest of `Chunks`, from (I + A)^-1 and the decays from a chunk's start and to its end."""
+    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    dtype = mixed_ref.dtype
+    t, j = _token_pairs()
+    inverse = _unit_lower_inverse(products_ref[row, m, h], t, j).astype(dtype)
+    beta = _beta(b_ref, row, m, h)
+    values = beta * _load(mixed_ref, row, m, h, 2).astype(jnp.float32)
+    values_ref[row, m, h] = _dot(inverse, values.astype(dtype)).astype(dtype)
+
+    g = _load(g_ref, row, m, h)
+    decay_ref[row, m, h] = jnp.exp2(jnp.sum(g, axis=0))
+    coarse = g.astype(dtype)
+    fine = (g - coarse.astype(jnp.float32)).astype(dtype)
     upto, behind = _ones(j <= t, dtype), _ones(j > t, dtype)
     through = jnp.exp2(_dot(upto, coarse) + _dot(upto, fine))
-    readers_ref[row, m, h] = (q.astype(jnp.float32) * through).astype(dtype)
-    erasers_ref[row, m, h] = _dot(inverse, (beta * k.astype(jnp.float32) * through).astype(dtype)).astype(dtype)
+    k = _load(mixed_ref, row, m, h, 1).astype(jnp.float32)
+    erasers_ref[row, m, h] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
+    q = _load(mixed_ref, row, m, h, 0).astype(jnp.float32)
+    readers_ref[row, m, h] = (q * through).astype(dtype)
     after = jnp.exp2(_dot(behind, coarse) + _dot(behind, fine))
-    writers_ref[row, m, h] = (k.astype(jnp.float32) * after).astype(dtype)
-    decay_ref[row, m, h] = jnp.exp2(jnp.sum(g, axis=0))
-    v = load(mixed_ref, jnp.int32(2)).astype(jnp.float32)
-    values_ref[row, m, h] = _dot(inverse, (beta * v).astype(dtype)).astype(dtype)
+    writers_ref[row, m, h] = (k * after).astype(dtype)
+
+
+def _load(ref, row, m, h, *i, volatile=False):
+    """The [C, K] of chunk m; zero past the last token."""
+    inside = (m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < ref.shape[1])[:, None]
+    some = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), :]
+    return plgpu.load(some, mask=jnp.broadcast_to(inside, (CHUNK, ref.shape[-1])), other=0.0, volatile=volatile)
+
+
+def _beta(b_ref, row, m, h):
+    inside = m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < b_ref.shape[1]
+    b = plgpu.load(b_ref.at[row, pl.ds(m * CHUNK, CHUNK), h], mask=inside, other=0.0)
+    return jax.nn.sigmoid(b.astype(jnp.float32))[:, None]
+
+
+def _token_pairs():
+    return jnp.arange(CHUNK, dtype=jnp.int32)[:, None], jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
 
 
 def _ones(where, dtype):
