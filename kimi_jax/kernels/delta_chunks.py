@@ -1,11 +1,12 @@
-"""KDA's middle for many tokens, a chunk at a time: convolution, gates and the delta rule, on matrix units in bfloat16.
+"""KDA's middle for many tokens, a chunk at a time: convolution, gates, delta rule, on matrix units in bfloat16.
 
-The sibling of `ops.kda.mix_heads_plain` at T > 1, up to its gated norm. Knows nothing of projections or of how heads are
-spread over devices. Two kernels: what a chunk computes without the state, all chunks at once; then the states.
+The sibling of `ops.kda.mix_heads_plain` at T > 1, up to its gated norm. Knows nothing of projections or of how heads
+are spread over devices. First what the chunks compute without the state, all at once; then one after the other.
 """
 
 import functools
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
 class Chunks(NamedTuple):
     """What the M chunks of a row do to the state S that they enter with, and what they read from it.
 
-        U = values - erasers S        out = readers S + mixing U        S <- Diag(decay) S + writers^T U
+    U = values - erasers S        out = readers S + mixing U        S <- Diag(decay) S + writers^T U
     """
 
     erasers: Float[Array, "B M H C K"]
@@ -87,10 +88,10 @@ def prepare(
     warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H 3 K"], Float32[Array, "B T H K"]]:
-    """q, k, v after convolution, SiLU and norms (zero in padded tokens), and the decays' binary logarithms (likewise)."""
+    """q, k, v after convolution, SiLU and norms, and the binary logarithms of the decays: zeros in padded tokens."""
     B, T, H, _, K = qkv.shape
     return pl.pallas_call(
-        functools.partial(_prepare, rows=rows, lower_bound=lower_bound, width=conv_weight.shape[-1]),
+        functools.partial(_prepare, rows=rows, lower_bound=lower_bound),
         out_shape=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct((B, T, H, K), jnp.float32)),
         grid=(pl.cdiv(T, rows), H, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
@@ -101,7 +102,7 @@ def prepare(
 
 def _prepare(
     qkv_ref, f_ref, conv_weight_ref, a_log_ref, dt_bias_ref, conv_ref, counts_ref, mixed_ref, g_ref, *,
-    rows, lower_bound, width,
+    rows, lower_bound,
 ):  # fmt: skip
     h, row = pl.program_id(1), pl.program_id(2)
     K, T = qkv_ref.shape[-1], qkv_ref.shape[1]
@@ -111,9 +112,11 @@ def _prepare(
     live = (token < counts_ref[row])[:, None]
 
     for i in range(3):
-        taps = [conv_weight_ref[h, i, :, j].astype(jnp.float32)[None, :] for j in range(width)]
-        inputs = [_inputs(qkv_ref, conv_ref, row, h, i, token - (width - 1) + j) for j in range(width)]
-        y = sum(tap * x for tap, x in zip(taps, inputs, strict=True))
+        y = lax.cond(  # only a row's first program has any of the history
+            pl.program_id(0) == 0,
+            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, conv_ref),
+            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, None),
+        )
         y = jnp.where(live, y * jax.nn.sigmoid(y), 0.0).astype(qkv_ref.dtype).astype(jnp.float32)
         if i < 2:
             y = unit(y) * (K**-0.5 if i == 0 else 1.0)
@@ -125,23 +128,24 @@ def _prepare(
     plgpu.store(g_ref.at[row, here, h, :], g, mask=inside)
 
 
-def _inputs(qkv_ref, conv_ref, row, h, i, token):
-    """Inputs of the convolution at `token` [R], which before 0 are in the history; float32 [R, K]."""
-    K, T, past = qkv_ref.shape[-1], qkv_ref.shape[1], conv_ref.shape[1]
+def _convolved(qkv_ref, weight_ref, row, h, i, token, history_ref):
+    """sum_j weight[j] x[token - (W - 1) + j] for the tokens [R], before SiLU; x before 0 from the history, or 0."""
+    (T, K), width = (qkv_ref.shape[1], qkv_ref.shape[-1]), weight_ref.shape[-1]
     shape = (token.shape[0], K)
-    channel = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32)[None, :], shape)
+    channel = jnp.arange(K, dtype=jnp.int32)[None, :]
 
     def load(ref, at, mask):
-        place = (row, jnp.broadcast_to(at[:, None], shape), h, jnp.int32(i), channel)
-        place = tuple(jnp.broadcast_to(x, shape) for x in place)
+        place = tuple(jnp.broadcast_to(x, shape) for x in (row, at[:, None], h, jnp.int32(i), channel))
         return plgpu.load(ref.at[place], mask=jnp.broadcast_to(mask[:, None], shape), other=0.0).astype(jnp.float32)
 
-    inputs = load(qkv_ref, jnp.clip(token, 0, T - 1), (token >= 0) & (token < T))
-    return inputs + lax.cond(  # the history is behind a branch: only a row's first program has any of it
-        pl.program_id(0) == 0,
-        lambda: load(conv_ref, jnp.clip(token + past, 0, past - 1), token < 0),
-        lambda: jnp.zeros(shape, jnp.float32),
-    )
+    def term(j):
+        at = token - (width - 1) + j
+        x = load(qkv_ref, jnp.clip(at, 0, T - 1), (at >= 0) & (at < T))
+        if history_ref is not None:
+            x += load(history_ref, jnp.clip(at + width - 1, 0, width - 2), at < 0)
+        return weight_ref[h, i, :, j].astype(jnp.float32)[None, :] * x
+
+    return functools.reduce(operator.add, map(term, range(width)))
 
 
 def within_chunks(
@@ -154,7 +158,7 @@ def within_chunks(
 ) -> Chunks:
     """The part of `ops.delta_rule.delta_chunked` that does not need the state: one program a chunk of one head.
 
-    In two kernels, since one holds more than the registers do: the products between tokens, then what follows from them.
+    In two kernels, since one would need more registers than there are: the products between tokens, then the rest.
     """
     B, T, H, _, K = mixed.shape
     M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
@@ -268,7 +272,7 @@ def _between(t, j, i):
 def _unit_lower_inverse(a, t, j):
     """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
 
-        [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
     """
 
     def level(i, inverse):
@@ -290,7 +294,7 @@ def across_chunks(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float32[Array, "B H K V"]]:
     """Run the chunks one after the other on the state: one program a head and `columns` of the value axis."""
-    B, H, K, V = state.shape
+    B, H, _, V = state.shape
     columns = columns or (32 if B * H * V // 32 <= PROGRAMS else 64)
     dtype = chunks.values.dtype
     return pl.pallas_call(
