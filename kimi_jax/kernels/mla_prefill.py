@@ -18,13 +18,15 @@ from kimi_jax.ops.linear import project
 EXPANDED_BYTES = 2**30  # of keys and values held at a time, unless one block of keys is more
 SHORTEST_STRETCH = 4096  # slots; a shorter one would read and write the running result too often
 POWER = "{ .reg .f32 x; fma.rn.f32 x, $1, $2, $3; ex2.approx.ftz.f32 $0, x; }"
+WIDEST = 320  # K + P + V: two blocks of 128 keys and values and one of queries fill a multiprocessor's memory
 LOG2E = math.log2(math.e)
 
 
 def supports(q_nope: Float[Array, "B T H K"], q_pe: Float[Array, "B T H P"], v_b: Float[Array, "H V R"]) -> bool:
     """Whether `attend_expanded_tiles` can stand in: many tokens in bfloat16, and widths that matrix units take."""
     widths = q_nope.shape[-1], q_pe.shape[-1], v_b.shape[1]
-    return q_nope.shape[1] > 1 and all(w >= 16 and w & (w - 1) == 0 for w in widths) and q_nope.dtype == jnp.bfloat16
+    fits = all(w >= 16 and w & (w - 1) == 0 for w in widths) and sum(widths) <= WIDEST
+    return q_nope.shape[1] > 1 and fits and q_nope.dtype == jnp.bfloat16
 
 
 def attend_expanded_tiles(
@@ -38,24 +40,29 @@ def attend_expanded_tiles(
     *,
     stretch: int | None = None,
     query_block: int | None = None,
-    key_block: int = 64,
+    key_block: int | None = None,
     warps: int | None = None,
     stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B T H"]]:
-    """score_s = scale (q_nope . W_UK lat_s + q_pe . pe_s)   out = sum_s softmax(score)_s W_UV lat_s   lse = ln sum e^score
+    """Attention over keys and values expanded from the latents, in tiles of queries and keys.
+
+        score_s = scale (q_nope . W_UK lat_s + q_pe . pe_s)
+        out = sum_s softmax(score)_s W_UV lat_s             lse = ln sum_s exp(score_s)
 
     over the slots s < seen[b, t] of row = (lat, pe). Keys and values are expanded one stretch of the cache at a time,
     up to the last stretch that any query sees; a tile of queries folds the blocks of keys up to the last one that it
     sees into what the stretches before gave. seen = 0 gives out = 0 and lse = -inf.
 
     Floor: 2 (K + P + V) operations a head and pair of query and slot seen, and 2 R (K + V) a head and slot expanded.
-    Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19, without the rotation; FlashAttention-2 (arXiv 2307.08691).
+    Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19, without the rotation; the tiles as in FlashAttention-2
+    (arXiv 2307.08691).
     """
     (B, T, H, K), (V, latent), S = q_nope.shape, v_b.shape[1:], rows.shape[2]
+    query_block = query_block or max(64, min(128, pl.next_power_of_2(T)))
+    key_block = key_block or query_block
     affordable = EXPANDED_BYTES // (B * H * (K + V) * rows.dtype.itemsize) // key_block * key_block
     size = min(S, stretch or max(key_block, min(affordable, max(SHORTEST_STRETCH, T))))
-    query_block = query_block or max(64, min(128, pl.next_power_of_2(T)))
     attend = functools.partial(
         _attend_stretch,
         scale=scale * LOG2E,
@@ -134,18 +141,19 @@ def _attend_tile(
         def fold(i, carry, masked):
             top, total, weighted = carry
             slots = i * key_block + jnp.arange(key_block, dtype=jnp.int32)
-            mask = dict(mask=(slots < last)[:, None], other=0.0) if masked else {}
+            near = functools.partial(plgpu.load, mask=(slots < last)[:, None], other=0.0)
+            load = near if masked else plgpu.load
             at = pl.ds(expanded + i * key_block, key_block)
-            k = plgpu.load(k_ref.at[b, at, h, :], **mask)
+            k = load(k_ref.at[b, at, h, :])
             pe_at = pl.ds(row + i * key_block, key_block)
-            pe = plgpu.load(rows_ref.at[b, jnp.int32(0), pe_at, pl.ds(rows_ref.shape[3] - P, P)], **mask)
+            pe = load(rows_ref.at[b, jnp.int32(0), pe_at, pl.ds(rows_ref.shape[3] - P, P)])
             scores = _dot(q_nope, k, 1) + _dot(q_pe, pe, 1)
             if masked:
                 scores = jnp.where(slots[None, :] < seen[:, None], scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
             keep = jnp.exp2(top - new_top)
             p = _power(scores, scale, new_top[:, None], interpret)
-            v = plgpu.load(v_ref.at[b, at, h, :], **mask)
+            v = load(v_ref.at[b, at, h, :])
             weighted = weighted * keep[:, None] + _dot(p.astype(v.dtype), v, 0)
             return new_top, total * keep + jnp.sum(p, axis=1), weighted
 
