@@ -5,8 +5,6 @@ are spread over devices. First what the chunks compute without the state, all at
 """
 
 import functools
-import math
-import operator
 from typing import NamedTuple
 
 import jax
@@ -16,12 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.kernels.gates import log_decay, unit
+from kimi_jax.kernels.delta_inputs import prepare
 
 CHUNK = 64
+COLUMNS = 64  # channels of a head that one program of `within_chunks` holds at a time
 LEVELS = CHUNK.bit_length() - 1
-LOG2E = math.log2(math.e)
-STRONGEST = -88.0  # as in `ops.delta_rule`
 PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
 
 
@@ -74,80 +71,6 @@ def mix_chunks(
     return across_chunks(chunks, recurrent, qkv.shape[1], interpret=interpret)
 
 
-def prepare(
-    qkv: Float[Array, "B T H 3 K"],
-    f: Float[Array, "B T H K"],
-    conv_weight: Float[Array, "H 3 K W"],
-    a_log: Float32[Array, " H"],
-    dt_bias: Float32[Array, "H K"],
-    conv_state: Float[Array, "B W-1 H 3 K"],
-    counts: Int32[Array, " B"],
-    *,
-    lower_bound: float | None,
-    rows: int = 16,
-    warps: int = 4,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B T H 3 K"], Float32[Array, "B T H K"]]:
-    """q, k, v after convolution, SiLU and norms, and the binary logarithms of the decays: zeros in padded tokens."""
-    B, T, H, _, K = qkv.shape
-    return pl.pallas_call(
-        functools.partial(_prepare, rows=rows, lower_bound=lower_bound),
-        out_shape=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct((B, T, H, K), jnp.float32)),
-        grid=(pl.cdiv(T, rows), H, B),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name="kda_prepare",
-    )(qkv, f, conv_weight, a_log, dt_bias, conv_state, counts)
-
-
-def _prepare(
-    qkv_ref, f_ref, conv_weight_ref, a_log_ref, dt_bias_ref, conv_ref, counts_ref, mixed_ref, g_ref, *,
-    rows, lower_bound,
-):  # fmt: skip
-    h, row = pl.program_id(1), pl.program_id(2)
-    K, T = qkv_ref.shape[-1], qkv_ref.shape[1]
-    here = pl.ds(pl.program_id(0) * rows, rows)
-    token = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    inside = jnp.broadcast_to((token < T)[:, None], (rows, K))
-    live = (token < counts_ref[row])[:, None]
-
-    for i in range(3):
-        y = lax.cond(  # only a row's first program has any of the history
-            pl.program_id(0) == 0,
-            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, conv_ref),
-            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, None),
-        )
-        y = jnp.where(live, y * jax.nn.sigmoid(y), 0.0).astype(qkv_ref.dtype).astype(jnp.float32)
-        if i < 2:
-            y = unit(y) * (K**-0.5 if i == 0 else 1.0)
-        plgpu.store(mixed_ref.at[row, here, h, jnp.int32(i), :], y.astype(mixed_ref.dtype), mask=inside)
-
-    f = plgpu.load(f_ref.at[row, here, h, :], mask=inside, other=0.0)
-    g = log_decay(f.astype(jnp.float32) + dt_bias_ref[h, :][None, :], jnp.exp(a_log_ref[h]), lower_bound)
-    g = jnp.where(live, jnp.maximum(g, STRONGEST) * LOG2E, 0.0)
-    plgpu.store(g_ref.at[row, here, h, :], g, mask=inside)
-
-
-def _convolved(qkv_ref, weight_ref, row, h, i, token, history_ref):
-    """sum_j weight[j] x[token - (W - 1) + j] for the tokens [R], before SiLU; x before 0 from the history, or 0."""
-    (T, K), width = (qkv_ref.shape[1], qkv_ref.shape[-1]), weight_ref.shape[-1]
-    shape = (token.shape[0], K)
-    channel = jnp.arange(K, dtype=jnp.int32)[None, :]
-
-    def load(ref, at, mask):
-        place = tuple(jnp.broadcast_to(x, shape) for x in (row, at[:, None], h, jnp.int32(i), channel))
-        return plgpu.load(ref.at[place], mask=jnp.broadcast_to(mask[:, None], shape), other=0.0).astype(jnp.float32)
-
-    def term(j):
-        at = token - (width - 1) + j
-        x = load(qkv_ref, jnp.clip(at, 0, T - 1), (at >= 0) & (at < T))
-        if history_ref is not None:
-            x += load(history_ref, jnp.clip(at + width - 1, 0, width - 2), at < 0)
-        return weight_ref[h, i, :, j].astype(jnp.float32)[None, :] * x
-
-    return functools.reduce(operator.add, map(term, range(width)))
-
-
 def within_chunks(
     mixed: Float[Array, "B T H 3 K"],
     g: Float32[Array, "B T H K"],
@@ -156,9 +79,10 @@ def within_chunks(
     warps: int = 4,
     interpret: bool = False,
 ) -> Chunks:
-    """The part of `ops.delta_rule.delta_chunked` that does not need the state: one program a chunk of one head.
+    """The part of `ops.delta_rule.delta_chunked` that does not need the state, for all chunks at once.
 
-    In two kernels, since one would need more registers than there are: the products between tokens, then the rest.
+    In two kernels, each of little enough at a time that several programs share a multiprocessor and hide each other's
+    waiting: what tokens of a chunk are to each other, then what follows for some of the channels.
     """
     B, T, H, _, K = mixed.shape
     M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
@@ -168,80 +92,81 @@ def within_chunks(
 
     call = functools.partial(
         pl.pallas_call,
-        grid=(M, H, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
     )
-    products, mixing = call(
-        _products, out_shape=(struct(C, C, dtype=jnp.float32), struct(C, C)), name="kda_chunk_products"
+    inverse, mixing = call(
+        _products, out_shape=(struct(C, C), struct(C, C)), grid=(M, H, B), name="kda_chunk_products"
     )(mixed, g, b)
-    factors = call(
+    *factors, decay = call(
         _factors,
         out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
+        grid=(K // COLUMNS * M, H, B),
         name="kda_chunk_factors",
-    )(mixed, g, b, products)
-    *factors, decay = factors
+    )(mixed, g, b, inverse)
     return Chunks(*factors, mixing, decay)
 
 
-def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
-    """A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M[t, j] likewise of q, no beta, j <= t.
+def _products(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref):
+    """(I + A)^-1, A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M of q likewise, for j <= t.
 
     Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
     at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.
     """
     m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype = mixed_ref.dtype
-    coarse = _load(g_ref, row, m, h).astype(dtype)
+    dtype, parts = mixed_ref.dtype, mixed_ref.shape[-1] // COLUMNS
     t, j = _token_pairs()
 
-    def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
+    def part(n, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
         keys, queries = carry
-        decayed = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
-        of_keys = _load(mixed_ref, row, m, h, 1, volatile=True) * decayed
-        of_queries = _load(mixed_ref, row, m, h, 0, volatile=True) * decayed
-        between = _between(t, j, i)
-        keys += jnp.where(between, _dot_t(of_keys, of_keys), 0.0)
-        queries += jnp.where(between, _dot_t(of_queries, of_keys), 0.0)
+        level, some = lax.div(n, jnp.int32(parts)), lax.rem(n, jnp.int32(parts))
+        g = _load(g_ref, row, m, h, some).astype(dtype)
+        decayed = jnp.exp2(_dot(_ones(_spans(t, j, level), dtype), g)).astype(dtype)
+        q, k = _load(mixed_ref, row, m, h, some, 0), _load(mixed_ref, row, m, h, some, 1)
+        of_keys = k * decayed
+        apart = _apart(t, j, level)
+        keys += jnp.where(apart, _dot_t(of_keys, of_keys), 0.0)
+        queries += jnp.where(apart, _dot_t(q * decayed, of_keys), 0.0)
         return keys, queries
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    keys, queries = lax.fori_loop(0, LEVELS, level, (zero, zero))
-    products_ref[row, m, h] = _beta(b_ref, row, m, h) * keys
-    q, k = (_load(mixed_ref, row, m, h, i).astype(jnp.float32) for i in (0, 1))
-    own = jnp.sum(q * k, axis=1)[:, None]
-    mixing_ref[row, m, h] = (queries + jnp.where(t == j, own, 0.0)).astype(dtype)
+    keys, queries = lax.fori_loop(0, LEVELS * parts, part, (zero, zero))
+    own = jnp.zeros((CHUNK,), jnp.float32)
+    for some in range(parts):
+        q, k = (_load(mixed_ref, row, m, h, some, i).astype(jnp.float32) for i in (0, 1))
+        own += jnp.sum(q * k, axis=1)
+    mixing_ref[row, m, h] = jnp.where(j < t, queries, jnp.where(t == j, own[:, None], 0.0)).astype(dtype)
+    products = jnp.where(j < t, _beta(b_ref, row, m, h) * keys, 0.0)
+    inverse_ref[row, m, h] = _unit_lower_inverse(products, t, j).astype(dtype)
 
 
-def _factors(mixed_ref, g_ref, b_ref, products_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
-    """The rest of `Chunks`, from (I + A)^-1 and the decays from a chunk's start and to its end."""
-    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype = mixed_ref.dtype
+def _factors(mixed_ref, g_ref, b_ref, inverse_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
+    """The rest of `Chunks`, for some channels: from the inverse, and the decays from a chunk's start and to its end."""
+    parts = mixed_ref.shape[-1] // COLUMNS
+    program, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    m, some = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
+    dtype, columns = mixed_ref.dtype, pl.ds(some * COLUMNS, COLUMNS)
     t, j = _token_pairs()
-    inverse = _unit_lower_inverse(products_ref[row, m, h], t, j).astype(dtype)
-    beta = _beta(b_ref, row, m, h)
-    values = beta * _load(mixed_ref, row, m, h, 2).astype(jnp.float32)
-    values_ref[row, m, h] = _dot(inverse, values.astype(dtype)).astype(dtype)
+    inverse, beta = inverse_ref[row, m, h], _beta(b_ref, row, m, h)
+    q, k, v = (_load(mixed_ref, row, m, h, some, i).astype(jnp.float32) for i in range(3))
+    values_ref[row, m, h, :, columns] = _dot(inverse, (beta * v).astype(dtype)).astype(dtype)
 
-    g = _load(g_ref, row, m, h)
-    decay_ref[row, m, h] = jnp.exp2(jnp.sum(g, axis=0))
-    coarse = g.astype(dtype)
-    fine = (g - coarse.astype(jnp.float32)).astype(dtype)
-    upto, behind = _ones(j <= t, dtype), _ones(j > t, dtype)
-    through = jnp.exp2(_dot(upto, coarse) + _dot(upto, fine))
-    k = _load(mixed_ref, row, m, h, 1).astype(jnp.float32)
-    erasers_ref[row, m, h] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
-    q = _load(mixed_ref, row, m, h, 0).astype(jnp.float32)
-    readers_ref[row, m, h] = (q * through).astype(dtype)
-    after = jnp.exp2(_dot(behind, coarse) + _dot(behind, fine))
-    writers_ref[row, m, h] = (k * after).astype(dtype)
+    g = _load(g_ref, row, m, h, some)
+    coarse, upto = g.astype(dtype), _ones(j <= t, dtype)
+    through = _dot(upto, coarse) + _dot(upto, (g - coarse.astype(jnp.float32)).astype(dtype))
+    total = jnp.sum(g, axis=0)
+    decay_ref[row, m, h, columns] = jnp.exp2(total)
+    writers_ref[row, m, h, :, columns] = (k * jnp.exp2(total[None, :] - through)).astype(dtype)
+    through = jnp.exp2(through)
+    readers_ref[row, m, h, :, columns] = (q * through).astype(dtype)
+    erasers_ref[row, m, h, :, columns] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
 
 
-def _load(ref, row, m, h, *i, volatile=False):
-    """The [C, K] of chunk m; zero past the last token."""
+def _load(ref, row, m, h, some, *i):
+    """Some of the channels of chunk m's tokens; zero past the last token."""
     inside = (m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < ref.shape[1])[:, None]
-    some = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), :]
-    return plgpu.load(some, mask=jnp.broadcast_to(inside, (CHUNK, ref.shape[-1])), other=0.0, volatile=volatile)
+    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), pl.ds(some * COLUMNS, COLUMNS)]
+    return plgpu.load(at, mask=jnp.broadcast_to(inside, (CHUNK, COLUMNS)), other=0.0)
 
 
 def _beta(b_ref, row, m, h):
@@ -259,14 +184,16 @@ def _ones(where, dtype):
 
 
 def _spans(t, j, i):
-    """Whether token j's decay lies between token t and the middle of the block of 2^(i+1) tokens that t is in."""
-    middle = (t >> (i + 1) << (i + 1)) + (1 << i) - 1
-    return ((j > middle) & (j <= t)) | ((j > t) & (j <= middle))
+    """Whether j's decay lies between t and the middle of the block of 2^(i+1) tokens that t is in.
+
+    That is, whether j is in t's half of the block: up to t if it is the second half, after t if the first.
+    """
+    return ((t ^ j) >> i == 0) & ((j <= t) == ((t >> i) & 1 == 1))
 
 
-def _between(t, j, i):
-    """Whether t is in the second half and j in the first of one block of 2^(i+1) tokens."""
-    return (t >> (i + 1) == j >> (i + 1)) & (t >> i > j >> i)
+def _apart(t, j, i):
+    """Whether t and j are in different halves of one block of 2^(i+1) tokens."""
+    return (t ^ j) >> i == 1
 
 
 def _unit_lower_inverse(a, t, j):
@@ -276,10 +203,10 @@ def _unit_lower_inverse(a, t, j):
     """
 
     def level(i, inverse):
-        lower = jnp.where(_between(t, j, i), a, 0.0)
+        lower = jnp.where(_apart(t, j, i), a, 0.0)
         return inverse - _dot(inverse, _dot(lower, inverse))
 
-    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_between(t, j, 0), a, 0.0)
+    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_apart(t, j, 0), a, 0.0)
     return lax.fori_loop(1, LEVELS, level, start)
 
 
