@@ -55,13 +55,14 @@ def test_chunk_kernels_equal_the_layer(inputs, lower_bound):
 
 def test_chunk_kernels_go_on_where_they_stopped():
     inputs = _inputs()
-    qkv, f, b, gate = (x[:1] for x in inputs[:4])
-    weights, states = inputs[4:8], [x[:1] for x in inputs[8:10]]
+    (whole, _, last), _ = _both(*inputs, lower_bound=None)
+    weights, states, parts = inputs[4:8], inputs[8:10], []
     step = jax.jit(partial(mix_heads_chunked, lower_bound=None, eps=1e-5, interpret=True))
-    whole, *_ = step(qkv, f, b, gate, *weights, *states, jnp.asarray([T], jnp.int32))
-    parts = []
-    for part in (slice(0, 70), slice(70, T)):
-        tokens = [x[:, part] for x in (qkv, f, b, gate)]
-        out, *states = step(*tokens, *weights, *states, jnp.asarray([tokens[0].shape[1]], jnp.int32))
+    for start in (0, T // 2):
+        tokens = [x[:, start : start + T // 2] for x in inputs[:4]]
+        out, *states = step(*tokens, *weights, *states, jnp.clip(jnp.asarray(COUNTS, jnp.int32) - start, 0, T // 2))
         parts.append(out)
-    assert _relative(jnp.concatenate(parts, axis=1), whole) < 1e-2
+    out = jnp.concatenate(parts, axis=1)
+    for row, count in enumerate(COUNTS):
+        assert _relative(out[row, :count], whole[row, :count]) < 1e-2
+    assert _relative(states[1], last) < 1e-2
