@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
+from kimi_jax.kernels.experts_product import products, weighted_sum
 
 MOST_TOKENS = 64
 Activation = Callable[[Array, Array], Array]
@@ -92,7 +92,7 @@ def _run(x, chosen, weights, first, gate_up, down, sizes, activation, blocks, st
     padded = max(16, pl.next_power_of_2(N))
     first = jnp.asarray(first, jnp.int32).reshape(1)
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    common = dict(by_pair=by_pair, padded=padded, packed=packed, interpret=interpret)
+    common = dict(by_pair=by_pair, padded=padded, interpret=interpret)
     programs = min(N * k, E)
     x = fp4.split(x) if packed else x
     hidden = pl.pallas_call(
@@ -111,10 +111,7 @@ def _run(x, chosen, weights, first, gate_up, down, sizes, activation, blocks, st
         interpret=interpret,
         name="experts_few_down",
     )(hidden, chosen, first, *down)
-    held = (chosen >= first[0]) & (chosen < first[0] + E)
-    # Rows of pairs that are not held were never written.
-    terms = jnp.where(held[..., None], outputs.astype(jnp.float32) * weights[..., None], 0)
-    return sum(terms[:, i] for i in range(k))
+    return weighted_sum(outputs, chosen, weights, first[0], E)
 
 
 def _tokens_of(chosen_ref, first_ref, by_pair, padded):
@@ -140,7 +137,7 @@ def _tokens_of(chosen_ref, first_ref, by_pair, padded):
     return expert - first_ref[0], mine, took, which
 
 
-def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, columns, by_pair, padded, packed, interpret):
+def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, by_pair, padded, **tile):
     *weight_refs, hidden_ref = refs
     e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
     mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
@@ -154,35 +151,17 @@ def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, columns, by_
         def load_x(at, size):
             return plgpu.load(x_ref.at[tokens, pl.ds(at, size)], mask=inside, other=0.0)
 
-        def fold(i, sums):
-            return tuple(
-                _accumulate(
-                    s,
-                    weight_refs,
-                    (e, jnp.int32(part)),
-                    row,
-                    i,
-                    rows,
-                    columns,
-                    load_x,
-                    x_ref.shape[1],
-                    packed,
-                    interpret,
-                )
-                for part, s in enumerate(sums)
-            )
-
-        zero = jnp.zeros((rows, padded), jnp.float32)
-        gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
+        indices = (e, jnp.int32(0)), (e, jnp.int32(1))
+        gate, up = products(weight_refs, indices, row, load_x, x_ref.shape[1], tokens=padded, rows=rows, **tile)
         dtype = hidden_ref.dtype
         hidden = activation(gate.astype(dtype), up.astype(dtype))
         at = row + jnp.arange(rows, dtype=jnp.int32)
-        if packed:  # even columns first, as fp4.split orders them
-            at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
+        if len(weight_refs) > 1:
+            at = fp4.places(at, hidden_ref.shape[-1])
         _store_columns(hidden_ref, hidden, at, took, which)
 
 
-def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, columns, by_pair, padded, packed, interpret):
+def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, by_pair, padded, **tile):
     *weight_refs, out_ref = refs
     e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
     mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
@@ -197,28 +176,10 @@ def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, columns, by_pair, padd
             place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], which[:, None], column[None, :]))
             return plgpu.load(hidden_ref.at[place], mask=jnp.broadcast_to(took[:, None], shape), other=0.0)
 
-        def fold(i, s):
-            return _accumulate(
-                s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret
-            )
-
-        zero = jnp.zeros((rows, padded), jnp.float32)
-        out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
+        (out,) = products(
+            weight_refs, ((e,),), row, load_hidden, hidden_ref.shape[-1], tokens=padded, rows=rows, **tile
+        )
         _store_columns(out_ref, out.astype(out_ref.dtype), row + jnp.arange(rows, dtype=jnp.int32), took, which)
-
-
-def _accumulate(total, weight_refs, index, row, i, rows, columns, load_x, width, packed, interpret):
-    """total[r, n] + sum over the i-th stretch of columns of weight[r, c] x[n, c]."""
-    some = pl.ds(row, rows)
-    if not packed:
-        weight = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
-        return total + _dot(weight, load_x(i * columns, columns))
-    codes = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
-    groups = columns // 16
-    scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
-    low, high = fp4.widen(codes, scale, interpret)
-    total = total + _dot(low, load_x(i * columns, columns))
-    return total + _dot(high, load_x(width // 2 + i * columns, columns))
 
 
 def _store_columns(ref, value, at, took, which):
@@ -227,7 +188,3 @@ def _store_columns(ref, value, at, took, which):
     shape = value.shape
     place = tuple(jnp.broadcast_to(i, shape) for i in (token[None, :], which[None, :], at[:, None]))
     plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(took[None, :], shape))
-
-
-def _dot(weight, x):
-    return lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

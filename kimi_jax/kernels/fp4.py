@@ -26,6 +26,11 @@ def split(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
     return x.reshape(N, D // 2, 2).swapaxes(1, 2).reshape(N, D)
 
 
+def places(column, width: int):
+    """Where `split` puts a column of `width`."""
+    return column // 2 + (column % 2) * (width // 2)
+
+
 def widen(codes, scale, interpret: bool):
     """The weights of the low nibbles and of the high ones, two [R, C] bfloat16; exact for scales 2 to 252.
 
