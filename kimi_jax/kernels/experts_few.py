@@ -71,17 +71,17 @@ def experts_few_packed(
     *,
     activation: Activation,
     first: int | Int[Array, ""] = 0,
-    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
+    blocks: tuple[int, int, int, int] = (64, 32, 64, 32),
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
     """`experts_few` on MXFP4 weights, widened in registers (see `fp4`).
 
-    blocks: rows and *bytes* of a weight held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
+    blocks: rows and *words* of eight weights held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
     """
     E, _, F, half = gate_up_packed.shape
-    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
+    packed = (fp4.words(gate_up_packed), gate_up_scale), (fp4.words(down_packed), down_scale)
     return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
 
 

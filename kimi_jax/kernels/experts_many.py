@@ -76,14 +76,14 @@ def experts_many_packed(
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
     split: int | None = None,
-    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
+    blocks: tuple[int, int, int, int] = (64, 32, 64, 32),
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
-    """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
+    """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count words of eight inputs."""
     E, _, F, half = gate_up_packed.shape
-    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
+    packed = (fp4.words(gate_up_packed), gate_up_scale), (fp4.words(down_packed), down_scale)
     return _run(  # pyright: ignore[reportReturnType]
         x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret
     )

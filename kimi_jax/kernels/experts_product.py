@@ -26,14 +26,15 @@ def products(weight_refs, experts_rows, row, load_x, width, *, rows, columns, to
         )
 
     def packed(i, sums):
-        at, groups = i * columns, columns // fp4.GROUP
-        x_low, x_high = load_x(at, columns), load_x(width // 2 + at, columns)
+        at, groups, stretch = i * columns, columns // fp4.GROUP, width // fp4.CODES
+        xs = [load_x(code * stretch + at, columns) for code in range(fp4.CODES)]
         new = []
         for total, index in zip(sums, experts_rows, strict=True):
             codes = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(at, columns))])
             scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
-            low, high = fp4.widen(codes, scale, interpret)
-            new.append(total + _dot(low, x_low) + _dot(high, x_high))
+            for weight, x in zip(fp4.widen(codes, scale, interpret), xs, strict=True):
+                total = total + _dot(weight, x)
+            new.append(total)
         return tuple(new)
 
     fold = plain if len(weight_refs) == 1 else packed
