@@ -10,6 +10,7 @@ from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
 from kimi_jax.ops.experts import experts_dense
+from kimi_jax.ops.gated_mlp import gated_mlp
 
 K, HELD, ALL, F, D = 3, 4, 9, 64, 128
 BLOCKS = (64, 64, 64, 32)
@@ -43,6 +44,17 @@ def test_few_tokens_kernel_equals_dense(tokens):
     first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
     got = experts_few(*case, activation=swiglu, first=first, blocks=BLOCKS, interpret=True)
     assert _error(got, *case, first) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_shared_experts_come_along_as_one_more_expert(tokens):
+    case, scale = _case(tokens), D**-0.5
+    r = np.random.default_rng(9)
+    shared = [jnp.asarray(r.normal(size=shape) * scale, jnp.bfloat16) for shape in [(2, F // 2, D), (D, F // 2)]]
+    alone = experts_few(*case, activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
+    both = experts_few(*case, tuple(shared), activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
+    want = gated_mlp(case[0].astype(jnp.float32), *(w.astype(jnp.float32) for w in shared), swiglu)
+    assert np.linalg.norm(both - alone - want) / np.linalg.norm(want) < 1e-2
 
 
 @pytest.mark.parametrize("block", [32, 16])
