@@ -210,7 +210,7 @@ def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, routed, with_shared, b
         _store_columns(out_refs[0], out.astype(out_refs[0].dtype), at, took, which)
 
 
-def _sort(refs, with_shared, results):
+def _sort(refs: tuple, with_shared: bool, results: int) -> tuple[tuple, tuple, tuple]:
     """A kernel's references behind the common ones: the routed weights', the shared ones', the results'."""
     weights, outs = refs[:-results], refs[-results:]
     return (weights[:-1], weights[-1:], outs) if with_shared else (weights, (), outs)

@@ -65,7 +65,9 @@ def _normalise(*refs, terms, eps, width):
     row, D = pl.program_id(0), out_ref.shape[1]
     inside = jnp.arange(width, dtype=jnp.int32) < D
     everything = pl.ds(row * 0, width)
-    x = sum(plgpu.load(ref.at[row, everything], mask=inside, other=0.0) for ref in term_refs)
+    x, *others = [plgpu.load(ref.at[row, everything], mask=inside, other=0.0) for ref in term_refs]
+    for other in others:
+        x = x + other
     for ref in sum_refs:
         plgpu.store(ref.at[row, everything], x, mask=inside)
     weight = plgpu.load(weight_ref.at[everything], mask=inside, other=0.0)

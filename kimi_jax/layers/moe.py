@@ -135,7 +135,7 @@ class LatentMoE(MoE):
     def _both(self, routed_in, shared_in, chosen, weights, held, shared, first) -> Float32[Array, "N *D"]:
         act = activation(self.config)
         routed = self.run_experts(routed_in, chosen, weights, *held, activation=act, first=first)
-        return jnp.concatenate([routed, gated_mlp(shared_in, *shared, act)], axis=-1)
+        return jnp.concatenate([routed, gated_mlp(shared_in, shared[0], shared[1], act)], axis=-1)
 
 
 class PackedLatentMoE(LatentMoE):

@@ -118,9 +118,9 @@ def experts_and_shared(
         routed = experts(x, chosen, weights, gate_up, down, activation=activation, first=first)
         return routed + gated_mlp(x, shared_gate_up, shared_down, activation)
 
-    def op(x, chosen, weights, gate_up, down, *shared, first):
+    def op(x, chosen, weights, gate_up, down, shared_gate_up, shared_down, first):
         routed = experts_grouped(x, chosen, weights, gate_up, down, activation=activation, first=first)
-        return routed + gated_mlp(x, *shared, activation)
+        return routed + gated_mlp(x, shared_gate_up, shared_down, activation)
 
     def kernel(x, chosen, weights, gate_up, down, *shared, first):
         return experts_few.experts_few(x, chosen, weights, gate_up, down, shared, activation=activation, first=first)
