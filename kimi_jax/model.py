@@ -102,8 +102,8 @@ class Transformer(nnx.Module):
     ) -> tuple[Stream, LayerCache]:
         """h <- h + attention(RMS(h)),  h <- h + ffn(RMS(h))."""
         attended, cache = block.attend(stream.h, cache, chunk)
-        h = stream.h + attended
-        return Stream(h + block.feed(h)), cache
+        h, fed = block.add_and_feed(stream.h, attended)
+        return Stream(h + fed), cache
 
     def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Float[Array, "B T D"]:
         """E[tokens]; padding enters as zeros, so whatever its embedding holds can reach nobody."""

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
+from kimi_jax.kernels.experts_product import products, weighted_sum
 
 MOST_TOKENS = 64
 Activation = Callable[[Array, Array], Array]
@@ -24,6 +24,11 @@ Activation = Callable[[Array, Array], Array]
 def supports(x: Float[Array, "N D"], hidden: int) -> bool:
     """Whether these kernels can stand in: few bfloat16 tokens, widths in whole blocks."""
     return x.shape[0] <= MOST_TOKENS and supports_widths(x, hidden)
+
+
+def supports_shared(hidden: int, shared: int) -> bool:
+    """Whether `experts_few` can take shared experts of this hidden width along."""
+    return shared % 256 == 0 and shared <= hidden
 
 
 def supports_widths(x: Float[Array, "N D"], hidden: int) -> bool:
@@ -37,6 +42,7 @@ def experts_few(
     weights: Float32[Array, "N k"],
     gate_up: Float[Array, "E 2 F D"],
     down: Float[Array, "E D F"],
+    shared: tuple[Float[Array, "2 G D"], Float[Array, "D G"]] | None = None,
     *,
     activation: Activation,
     first: int | Int[Array, ""] = 0,
@@ -47,8 +53,9 @@ def experts_few(
 ) -> Float32[Array, "N D"]:
     """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
 
-    As `ops.experts.experts_grouped`, its roundings included. blocks: rows and columns of a weight held at a time by
-    the first product, then by the second.
+    As `ops.experts.experts_grouped`, its roundings included. `shared` (gate_up, down) is one more expert that every
+    token takes with weight 1, rounded as `ops.gated_mlp` does; G <= F (`supports_shared`). blocks: rows and columns of
+    a weight held at a time by the first product, then by the second.
 
     Floor: 6 F D bytes for each expert that a token chose. Source: the same; each expert's weights are streamed as in a
     matrix-vector product, one program a stretch of rows.
@@ -57,7 +64,9 @@ def experts_few(
     wide = x.shape[0] <= 8  # measured on an H200: the wider tile is the faster one for a token, the narrower for 32
     blocks = blocks or ((64, 128, 64, 128) if wide else (64, 64, 64, 64))
     stages = stages or (4 if wide else 5)
-    return _run(x, chosen, weights, first, (gate_up,), (down,), (E, F, D), activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
+    return _run(  # pyright: ignore[reportReturnType]
+        x, chosen, weights, first, (gate_up,), (down,), shared, (E, F, D), activation, blocks, stages, warps, interpret
+    )
 
 
 def experts_few_packed(
@@ -71,56 +80,54 @@ def experts_few_packed(
     *,
     activation: Activation,
     first: int | Int[Array, ""] = 0,
-    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
+    blocks: tuple[int, int, int, int] = (64, 32, 64, 32),
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
     """`experts_few` on MXFP4 weights, widened in registers (see `fp4`).
 
-    blocks: rows and *bytes* of a weight held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
+    blocks: rows and *words* of eight weights held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
     """
     E, _, F, half = gate_up_packed.shape
-    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
-    return _run(x, chosen, weights, first, *packed, (E, F, 2 * half), activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
+    packed = (fp4.words(gate_up_packed), gate_up_scale), (fp4.words(down_packed), down_scale)
+    sizes = E, F, 2 * half
+    return _run(x, chosen, weights, first, *packed, None, sizes, activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
 
 
-def _run(x, chosen, weights, first, gate_up, down, sizes, activation, blocks, stages, warps, interpret):
+def _run(x, chosen, weights, first, gate_up, down, shared, sizes, activation, blocks, stages, warps, interpret):
     (N, k), (E, F, D) = chosen.shape, sizes
     packed = len(gate_up) == 2
     by_pair = N * k <= E
     padded = max(16, pl.next_power_of_2(N))
     first = jnp.asarray(first, jnp.int32).reshape(1)
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    common = dict(by_pair=by_pair, padded=padded, packed=packed, interpret=interpret)
-    programs = min(N * k, E)
-    x = fp4.split(x) if packed else x
+    programs, more = min(N * k, E), 0 if shared is None else 1
+    common = dict(routed=programs, with_shared=more > 0, by_pair=by_pair, padded=padded, interpret=interpret)
+    shared_gate_up, shared_down = ((), ()) if shared is None else ((shared[0],), (shared[1],))
     hidden = pl.pallas_call(
         functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], **common),
-        out_shape=jax.ShapeDtypeStruct((N, k, F), x.dtype),
-        grid=(F // blocks[0], programs),
+        out_shape=jax.ShapeDtypeStruct((N, k + more, F), x.dtype),
+        grid=(F // blocks[0], programs + more),
         compiler_params=params,
         interpret=interpret,
         name="experts_few_gate_up",
-    )(x, chosen, first, *gate_up)
-    outputs = pl.pallas_call(
+    )(fp4.split(x) if packed else x, chosen, first, *gate_up, *shared_gate_up)
+    outputs, *shared_output = pl.pallas_call(
         functools.partial(_down, rows=blocks[2], columns=blocks[3], **common),
-        out_shape=jax.ShapeDtypeStruct((N, k, D), x.dtype),
-        grid=(D // blocks[2], programs),
+        out_shape=[jax.ShapeDtypeStruct((N, k, D), x.dtype)] + [jax.ShapeDtypeStruct((N, D), jnp.float32)] * more,
+        grid=(D // blocks[2], programs + more),
         compiler_params=params,
         interpret=interpret,
         name="experts_few_down",
-    )(hidden, chosen, first, *down)
-    held = (chosen >= first[0]) & (chosen < first[0] + E)
-    # Rows of pairs that are not held were never written.
-    terms = jnp.where(held[..., None], outputs.astype(jnp.float32) * weights[..., None], 0)
-    return sum(terms[:, i] for i in range(k))
+    )(hidden, chosen, first, *down, *shared_down)
+    return sum(shared_output, weighted_sum(outputs, chosen, weights, first[0], E))
 
 
 def _tokens_of(chosen_ref, first_ref, by_pair, padded):
     """This program's expert, whether it has work, and for each token whether and as which of its choices it took it."""
     N, k = chosen_ref.shape
-    program = pl.program_id(1)
+    program = jnp.minimum(pl.program_id(1), N * k - 1)  # the one beyond is the shared experts'
     choices = pl.next_power_of_2(k)
     token = jnp.arange(padded, dtype=jnp.int32)[:, None]
     choice = jnp.arange(choices, dtype=jnp.int32)[None, :]
@@ -140,85 +147,73 @@ def _tokens_of(chosen_ref, first_ref, by_pair, padded):
     return expert - first_ref[0], mine, took, which
 
 
-def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, columns, by_pair, padded, packed, interpret):
-    *weight_refs, hidden_ref = refs
+def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, routed, with_shared, by_pair, padded, **tile):
+    weight_refs, shared_refs, (hidden_ref,) = _sort(refs, with_shared, results=1)
     e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
-    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
-    N = x_ref.shape[0]
+    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0]) & (pl.program_id(1) < routed)
+    N, k = chosen_ref.shape
     row = pl.program_id(0) * rows
-    inside = (jnp.arange(padded, dtype=jnp.int32) < N)[:, None]
+    inside = jnp.arange(padded, dtype=jnp.int32) < N
     tokens = pl.ds(row * 0, padded)
 
-    @pl.when(mine)
-    def _():
-        def load_x(at, size):
-            return plgpu.load(x_ref.at[tokens, pl.ds(at, size)], mask=inside, other=0.0)
+    def load_x(at, size):
+        return plgpu.load(x_ref.at[tokens, pl.ds(at, size)], mask=inside[:, None], other=0.0)
 
-        def fold(i, sums):
-            return tuple(
-                _accumulate(
-                    s,
-                    weight_refs,
-                    (e, jnp.int32(part)),
-                    row,
-                    i,
-                    rows,
-                    columns,
-                    load_x,
-                    x_ref.shape[1],
-                    packed,
-                    interpret,
-                )
-                for part, s in enumerate(sums)
-            )
-
-        zero = jnp.zeros((rows, padded), jnp.float32)
-        gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
+    def run(weight_refs, indices, took, which):
+        gate, up = products(weight_refs, indices, row, load_x, x_ref.shape[1], tokens=padded, rows=rows, **tile)
         dtype = hidden_ref.dtype
         hidden = activation(gate.astype(dtype), up.astype(dtype))
         at = row + jnp.arange(rows, dtype=jnp.int32)
-        if packed:  # even columns first, as fp4.split orders them
-            at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
+        if len(weight_refs) > 1:
+            at = fp4.places(at, hidden_ref.shape[-1])
         _store_columns(hidden_ref, hidden, at, took, which)
 
+    parts = jnp.int32(0), jnp.int32(1)
+    if with_shared:  # first: the branch that ends the kernel is the one whose addresses stay in uniform registers
+        here = (pl.program_id(1) == routed) & (row < shared_refs[0].shape[1])
+        pl.when(here)(lambda: run(shared_refs, [(part,) for part in parts], inside, jnp.full_like(which, k)))
+    pl.when(mine)(lambda: run(weight_refs, [(e, part) for part in parts], took, which))
 
-def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, columns, by_pair, padded, packed, interpret):
-    *weight_refs, out_ref = refs
+
+def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, routed, with_shared, by_pair, padded, **tile):
+    weight_refs, shared_refs, out_refs = _sort(refs, with_shared, results=1 + with_shared)
     e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
-    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0])
+    mine = mine & (e >= 0) & (e < weight_refs[0].shape[0]) & (pl.program_id(1) < routed)
+    N, k = chosen_ref.shape
     row = pl.program_id(0) * rows
-    token = jnp.minimum(jnp.arange(padded, dtype=jnp.int32), hidden_ref.shape[0] - 1)
+    at = row + jnp.arange(rows, dtype=jnp.int32)
+    token = jnp.arange(padded, dtype=jnp.int32)
 
-    @pl.when(mine)
-    def _():
+    def run(weight_refs, index, took, which):
         def load_hidden(at, size):
             column = at + jnp.arange(size, dtype=jnp.int32)
             shape = (padded, size)
-            place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], which[:, None], column[None, :]))
-            return plgpu.load(hidden_ref.at[place], mask=jnp.broadcast_to(took[:, None], shape), other=0.0)
+            place = jnp.minimum(token, N - 1)[:, None], which[:, None], column[None, :]
+            mask = jnp.broadcast_to(took[:, None], shape)
+            return plgpu.load(hidden_ref.at[tuple(jnp.broadcast_to(i, shape) for i in place)], mask=mask, other=0.0)
 
-        def fold(i, s):
-            return _accumulate(
-                s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret
-            )
+        width = hidden_ref.shape[-1]
+        (out,) = products(weight_refs, (index,), row, load_hidden, width, tokens=padded, rows=rows, **tile)
+        return out
 
-        zero = jnp.zeros((rows, padded), jnp.float32)
-        out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
-        _store_columns(out_ref, out.astype(out_ref.dtype), row + jnp.arange(rows, dtype=jnp.int32), took, which)
+    if with_shared:
+
+        @pl.when(pl.program_id(1) == routed)
+        def _():
+            out = run(shared_refs, (), token < N, jnp.full_like(which, k))
+            some = out_refs[1].at[pl.ds(row * 0, padded), pl.ds(row, rows)]
+            plgpu.store(some, out.T, mask=(token < N)[:, None])
+
+    @pl.when(mine)
+    def _():
+        out = run(weight_refs, (e,), took, which)
+        _store_columns(out_refs[0], out.astype(out_refs[0].dtype), at, took, which)
 
 
-def _accumulate(total, weight_refs, index, row, i, rows, columns, load_x, width, packed, interpret):
-    """total[r, n] + sum over the i-th stretch of columns of weight[r, c] x[n, c]."""
-    some = pl.ds(row, rows)
-    if not packed:
-        weight = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
-        return total + _dot(weight, load_x(i * columns, columns))
-    codes = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(i * columns, columns))])
-    groups = columns // 16
-    scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
-    low, high = fp4.widen(codes, scale, interpret)
-    total = total + _dot(low, load_x(i * columns, columns))
-    return total + _dot(high, load_x(width // 2 + i * columns, columns))
+def _sort(refs: tuple, with_shared: bool, results: int) -> tuple[tuple, tuple, tuple]:
+    """A kernel's references behind the common ones: the routed weights', the shared ones', the results'."""
+    weights, outs = refs[:-results], refs[-results:]
+    return (weights[:-1], weights[-1:], outs) if with_shared else (weights, (), outs)
 
 
 def _store_columns(ref, value, at, took, which):
@@ -227,7 +222,3 @@ def _store_columns(ref, value, at, took, which):
     shape = value.shape
     place = tuple(jnp.broadcast_to(i, shape) for i in (token[None, :], which[None, :], at[:, None]))
     plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(took[None, :], shape))
-
-
-def _dot(weight, x):
-    return lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
-from kimi_jax.kernels.experts_few import Activation, _accumulate
+from kimi_jax.kernels.experts_few import Activation
+from kimi_jax.kernels.experts_product import products, weighted_sum
 
 
 def experts_many(
@@ -76,14 +76,14 @@ def experts_many_packed(
     first: int | Int[Array, ""] = 0,
     block: int | None = None,
     split: int | None = None,
-    blocks: tuple[int, int, int, int] = (64, 128, 64, 128),
+    blocks: tuple[int, int, int, int] = (64, 32, 64, 32),
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
-    """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count bytes along the inputs."""
+    """`experts_many` on MXFP4 weights, widened in registers (see `fp4`). blocks count words of eight inputs."""
     E, _, F, half = gate_up_packed.shape
-    packed = (gate_up_packed, gate_up_scale), (down_packed, down_scale)
+    packed = (fp4.words(gate_up_packed), gate_up_scale), (fp4.words(down_packed), down_scale)
     return _run(  # pyright: ignore[reportReturnType]
         x, chosen, weights, first, *packed, (E, F, 2 * half), activation, block, split, blocks, stages, warps, interpret
     )
@@ -98,7 +98,7 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
     count = table.shape[1]
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     sizes = tuple(s for s in (16, 32, 64, 128, 256) if max(16, block // split) <= s <= block)
-    common = dict(sizes=sizes, packed=packed, interpret=interpret)
+    common = dict(sizes=sizes, interpret=interpret)
     hidden = pl.pallas_call(
         functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], top_k=k, **common),
         out_shape=jax.ShapeDtypeStruct((pairs + block, F), x.dtype),
@@ -115,9 +115,7 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
         interpret=interpret,
         name="experts_many_down",
     )(hidden, order, table, *down)
-    held = (chosen >= first) & (chosen < first + E)
-    terms = jnp.where(held[..., None], outputs.reshape(N, k, D).astype(jnp.float32) * weights[..., None], 0)
-    return sum(terms[:, i] for i in range(k))
+    return weighted_sum(outputs.reshape(N, k, D), chosen, weights, first, E)
 
 
 def _block(pairs: int, experts: int) -> int:
@@ -142,7 +140,7 @@ def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int3
     return jnp.pad(order, (0, block)), jnp.stack([e, row, rows])
 
 
-def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_k, sizes, packed, interpret):
+def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, top_k, sizes, **tile):
     *weight_refs, hidden_ref = refs
     b = pl.program_id(1)
     e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
@@ -158,36 +156,18 @@ def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, columns, top_
             place = tuple(jnp.broadcast_to(i, shape) for i in (token[:, None], column[None, :]))
             return plgpu.load(x_ref.at[place], mask=jnp.broadcast_to((within < count)[:, None], shape), other=0.0)
 
-        def fold(i, sums):
-            return tuple(
-                _accumulate(
-                    s,
-                    weight_refs,
-                    (e, jnp.int32(part)),
-                    row,
-                    i,
-                    rows,
-                    columns,
-                    load_x,
-                    x_ref.shape[1],
-                    packed,
-                    interpret,
-                )
-                for part, s in enumerate(sums)
-            )
-
-        zero = jnp.zeros((rows, size), jnp.float32)
-        gate, up = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, (zero, zero))
+        indices = (e, jnp.int32(0)), (e, jnp.int32(1))
+        gate, up = products(weight_refs, indices, row, load_x, x_ref.shape[1], tokens=size, rows=rows, **tile)
         dtype = hidden_ref.dtype
         at = row + jnp.arange(rows, dtype=jnp.int32)
-        if packed:  # even columns first, as fp4.split orders them
-            at = at // 2 + (at % 2) * (hidden_ref.shape[-1] // 2)
+        if len(weight_refs) > 1:
+            at = fp4.places(at, hidden_ref.shape[-1])
         _store(hidden_ref, activation(gate.astype(dtype), up.astype(dtype)), first_row + within, at, within < count)
 
     _in_smallest(sizes, count, run)
 
 
-def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, sizes, packed, interpret):
+def _down(hidden_ref, order_ref, table_ref, *refs, rows, sizes, **tile):
     *weight_refs, out_ref = refs
     b = pl.program_id(1)
     e, first_row, count = table_ref[0, b], table_ref[1, b], table_ref[2, b]
@@ -200,13 +180,7 @@ def _down(hidden_ref, order_ref, table_ref, *refs, rows, columns, sizes, packed,
             some = hidden_ref.at[pl.ds(first_row, size), pl.ds(at, width)]
             return plgpu.load(some, mask=(within < count)[:, None], other=0.0)
 
-        def fold(i, s):
-            return _accumulate(
-                s, weight_refs, (e,), row, i, rows, columns, load_hidden, hidden_ref.shape[-1], packed, interpret
-            )
-
-        zero = jnp.zeros((rows, size), jnp.float32)
-        out = lax.fori_loop(0, weight_refs[0].shape[-1] // columns, fold, zero)
+        (out,) = products(weight_refs, ((e,),), row, load_hidden, hidden_ref.shape[-1], tokens=size, rows=rows, **tile)
         pair = order_ref[pl.ds(first_row, size)]
         _store(out_ref, out.astype(out_ref.dtype), pair, row + jnp.arange(rows, dtype=jnp.int32), within < count)
 

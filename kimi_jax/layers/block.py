@@ -13,7 +13,7 @@ from kimi_jax.layers.mlp import MLP
 from kimi_jax.layers.moe import LatentMoE, MoE, PackedLatentMoE
 from kimi_jax.layers.named import declare
 from kimi_jax.ops.attn_res import attn_res
-from kimi_jax.ops.norm import rms_norm
+from kimi_jax.ops.norm import add_rms_norm, rms_norm
 from sharding_rules import Layout
 from sharding_rules.axes import EMBED
 
@@ -40,6 +40,13 @@ class Block(nnx.Module):
     def feed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """ffn(RMS(x))."""
         return self.ffn(rms_norm(x, self.ffn_norm[...], self.eps))
+
+    def add_and_feed(
+        self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """h = x + y, and `feed` of h."""
+        h, normed = add_rms_norm(x, y, self.ffn_norm[...], self.eps)
+        return h, self.ffn(normed)
 
 
 class AttnResBlock(Block):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from kimi_jax.config import MXFP4_GROUP, Config
 from kimi_jax.layers.mlp import activation
 from kimi_jax.layers.named import declare
-from kimi_jax.ops.experts import experts, experts_of_packed
+from kimi_jax.ops.experts import experts, experts_and_shared, experts_of_packed
 from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
 from kimi_jax.ops.norm import rms_norm
@@ -34,7 +34,6 @@ class MoE(nnx.Module):
     Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; Kimi Linear (arXiv 2510.26692).
     """
 
-    run_experts = staticmethod(experts)
     bias_dtype: DTypeLike | None = None  # of the router's bias as the hub stores it; None: the model's
 
     def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
@@ -49,7 +48,7 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self._route(tokens)
-        y = self._experts(tokens, tokens, chosen, weights, lambda routed, shared: routed + shared)
+        y = self._experts(tokens, tokens, chosen, weights)
         return self.layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
 
     def margins(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T"]:
@@ -79,19 +78,25 @@ class MoE(nnx.Module):
                 weigh_biased=config.router_weight_uses_bias,
             )
 
-    def _experts(self, routed_in, shared_in, chosen, weights, join) -> Float32[Array, "N *D"]:
+    def _experts(self, routed_in, shared_in, chosen, weights) -> Float32[Array, "N *D"]:
         """Each rank's routed experts and its slice of the shared ones, joined and summed over the ranks."""
-        axis, act, held = self.layout.mesh_axes(EXPERTS), activation(self.config), self._expert_weights()
+        axis, held = self.layout.mesh_axes(EXPERTS), self._expert_weights()
 
         def here(routed_in, shared_in, chosen, weights, shared_gate_up, shared_down, *held):
             first = jax.lax.axis_index(axis) * held[0].shape[0]
-            routed = self.run_experts(routed_in, chosen, weights, *held, activation=act, first=first)
-            return jax.lax.psum(join(routed, gated_mlp(shared_in, shared_gate_up, shared_down, act)), axis)
+            shared = shared_gate_up, shared_down
+            return jax.lax.psum(self._both(routed_in, shared_in, chosen, weights, held, shared, first), axis)
 
         split = [(), (), (), (), (None, HIDDEN), (EMBED, HIDDEN), *[(EXPERTS,)] * len(held)]
         with jax.named_scope("experts"):
             run = self.layout.per_shard(here, split, ())
             return run(routed_in, shared_in, chosen, weights, self.shared_gate_up[...], self.shared_down[...], *held)
+
+    def _both(self, routed_in, shared_in, chosen, weights, held, shared, first) -> Float32[Array, "N *D"]:
+        """One rank's part of `_experts`."""
+        del shared_in  # the same
+        act = activation(self.config)
+        return experts_and_shared(routed_in, chosen, weights, *held, *shared, activation=act, first=first)
 
 
 class LatentMoE(MoE):
@@ -104,6 +109,7 @@ class LatentMoE(MoE):
     Source: Kimi K3 technical report, section on latent MoE.
     """
 
+    run_experts = staticmethod(experts)
     bias_dtype = jnp.float32
 
     def __init__(self, config: Config, layout: Layout, dtype: DTypeLike):
@@ -119,14 +125,17 @@ class LatentMoE(MoE):
         with jax.named_scope("latent_down"):
             z = layout.constrain(project(tokens, self.latent_down[...]), None, LATENT_MOE)
             z = layout.constrain(z, None, None)
-        both = self._experts(
-            z, tokens, chosen, weights, lambda routed, shared: jnp.concatenate([routed, shared], axis=-1)
-        )
+        both = self._experts(z, tokens, chosen, weights)
         with jax.named_scope("latent_up"):
             routed = rms_norm(both[:, :Z].astype(x.dtype), self.latent_norm[...], self.config.rms_norm_eps)
             routed = layout.constrain(routed, None, None)  # else a split W_up would split the norm and its input too
             y = project(routed, self.latent_up[...], jnp.float32) + both[:, Z:]
         return layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
+
+    def _both(self, routed_in, shared_in, chosen, weights, held, shared, first) -> Float32[Array, "N *D"]:
+        act = activation(self.config)
+        routed = self.run_experts(routed_in, chosen, weights, *held, activation=act, first=first)
+        return jnp.concatenate([routed, gated_mlp(shared_in, shared[0], shared[1], act)], axis=-1)
 
 
 class PackedLatentMoE(LatentMoE):

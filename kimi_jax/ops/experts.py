@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import experts_few, experts_many
 from kimi_jax.ops import mxfp4
+from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
 
 Activation = Callable[[Array, Array], Array]
@@ -106,6 +107,25 @@ def experts(x, chosen, weights, gate_up, down, *, activation, first=0) -> Float3
     few = experts_few.supports(x, down.shape[2])
     kernel = partial(experts_few.experts_few if few else experts_many.experts_many, activation=activation)
     return _by_platform(kernel, run, first, x, chosen, weights, gate_up, down)
+
+
+def experts_and_shared(
+    x, chosen, weights, gate_up, down, shared_gate_up, shared_down, *, activation, first=0
+) -> Float32[Array, "N D"]:
+    """`experts`, plus the shared experts' `gated_mlp` of the same tokens: on CUDA, for few, in the same kernels."""
+    hidden = down.shape[2]
+    if not (experts_few.supports(x, hidden) and experts_few.supports_shared(hidden, shared_down.shape[1])):
+        routed = experts(x, chosen, weights, gate_up, down, activation=activation, first=first)
+        return routed + gated_mlp(x, shared_gate_up, shared_down, activation)
+
+    def op(x, chosen, weights, gate_up, down, shared_gate_up, shared_down, first):
+        routed = experts_grouped(x, chosen, weights, gate_up, down, activation=activation, first=first)
+        return routed + gated_mlp(x, shared_gate_up, shared_down, activation)
+
+    def kernel(x, chosen, weights, gate_up, down, *shared, first):
+        return experts_few.experts_few(x, chosen, weights, gate_up, down, shared, activation=activation, first=first)
+
+    return _by_platform(kernel, op, first, x, chosen, weights, gate_up, down, shared_gate_up, shared_down)
 
 
 def experts_of_packed(x, chosen, weights, *packed, activation, first=0) -> Float32[Array, "N D"]:

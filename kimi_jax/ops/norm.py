@@ -3,10 +3,14 @@
 Statistics are float32 whatever the activations are.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
+
+from kimi_jax.kernels import norm as kernel
 
 
 def rms_norm(x: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*X D"]:
@@ -17,6 +21,26 @@ def rms_norm(x: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float) -> 
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), eq. 4; transformers `KimiLinearRMSNorm.forward`.
     """
+    op = partial(_rms_norm, eps=eps)
+    if not kernel.supports(x):
+        return op(x, weight)
+    return lax.platform_dependent(x, weight, cuda=partial(kernel.rms_norm_rows, eps=eps), default=op)
+
+
+def add_rms_norm(
+    x: Float[Array, "*X D"], y: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float
+) -> tuple[Float[Array, "*X D"], Float[Array, "*X D"]]:
+    """h = x + y, and `rms_norm` of h."""
+
+    def op(x, y, weight):
+        return x + y, _rms_norm(x + y, weight, eps)
+
+    if not kernel.supports(x):
+        return op(x, y, weight)
+    return lax.platform_dependent(x, y, weight, cuda=partial(kernel.add_rms_norm_rows, eps=eps), default=op)
+
+
+def _rms_norm(x: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*X D"]:
     normed = _over_root_mean_square(x.astype(jnp.float32), eps).astype(x.dtype)
     return _along_last(weight.astype(x.dtype), x.ndim) * normed
 

@@ -3,10 +3,14 @@
 Float32 at full precision throughout: with hundreds of experts the last chosen and the first left out lie close.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
+
+from kimi_jax.kernels import route as kernel
 
 
 def route(
@@ -29,7 +33,24 @@ def route(
 
     Source: DeepSeek-V3 (arXiv 2412.19437), eqs. 12 to 16, with one expert group.
     """
-    scores, selection = _scores(x, weight, bias)
+    logits, how = _logits(x, weight), dict(renormalize=renormalize, scale=scale, weigh_biased=weigh_biased)
+    op = partial(choose_experts, top_k=top_k, **how)
+    if x.shape[0] > kernel.MOST_TOKENS:
+        return op(logits, bias)
+    return lax.platform_dependent(logits, bias, cuda=partial(kernel.choose_experts, top_k=top_k, **how), default=op)
+
+
+def choose_experts(
+    logits: Float32[Array, "N E"],
+    bias: Float[Array, "E"],
+    *,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+    weigh_biased: bool = False,
+) -> tuple[Int32[Array, "N k"], Float32[Array, "N k"]]:
+    """`route` from the logits x W^T on."""
+    scores, selection = _scores(logits, bias)
     biased, experts = lax.top_k(selection, top_k)
     weights = biased if weigh_biased else jnp.take_along_axis(scores, experts, axis=-1)
     if renormalize:
@@ -46,14 +67,17 @@ def margins(
     """
     if top_k >= weight.shape[0]:
         return jnp.full(x.shape[:1], jnp.inf)
-    best, _ = lax.top_k(_scores(x, weight, bias)[1], top_k + 1)
+    best, _ = lax.top_k(_scores(_logits(x, weight), bias)[1], top_k + 1)
     return best[:, top_k - 1] - best[:, top_k]
 
 
+def _logits(x: Float[Array, "N D"], weight: Float[Array, "E D"]) -> Float32[Array, "N E"]:
+    return jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
 def _scores(
-    x: Float[Array, "N D"], weight: Float[Array, "E D"], bias: Float[Array, "E"]
+    logits: Float32[Array, "N E"], bias: Float[Array, "E"]
 ) -> tuple[Float32[Array, "N E"], Float32[Array, "N E"]]:
     """s and s + bias."""
-    logits = jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     scores = jax.nn.sigmoid(logits)
     return scores, scores + bias.astype(jnp.float32)[None, :]

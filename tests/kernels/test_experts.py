@@ -4,14 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import experts_few, experts_few_packed
 from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
 from kimi_jax.ops.experts import experts_dense
+from kimi_jax.ops.gated_mlp import gated_mlp
 
 K, HELD, ALL, F, D = 3, 4, 9, 64, 128
 BLOCKS = (64, 64, 64, 32)
+WORDS = (64, 16, 64, 8)  # of eight weights
 
 
 def _case(tokens):
@@ -43,6 +46,17 @@ def test_few_tokens_kernel_equals_dense(tokens):
     assert _error(got, *case, first) < 1e-2
 
 
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_shared_experts_come_along_as_one_more_expert(tokens):
+    case, scale = _case(tokens), D**-0.5
+    r = np.random.default_rng(9)
+    shared = [jnp.asarray(r.normal(size=shape) * scale, jnp.bfloat16) for shape in [(2, F // 2, D), (D, F // 2)]]
+    alone = experts_few(*case, activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
+    both = experts_few(*case, tuple(shared), activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
+    want = gated_mlp(case[0].astype(jnp.float32), *(w.astype(jnp.float32) for w in shared), swiglu)
+    assert np.linalg.norm(both - alone - want) / np.linalg.norm(want) < 1e-2
+
+
 @pytest.mark.parametrize("block", [32, 16])
 def test_many_tokens_kernel_equals_dense(block):
     case = _case(50)
@@ -55,8 +69,19 @@ def test_packed_kernels_equal_dense_on_dequantised_weights(kernel):
     x, chosen, weights, *wide = _case(19)
     packed = [mxfp4.pack(w) for w in wide]
     wide = [mxfp4.dequantise(*p, jnp.float32) for p in packed]
-    got = kernel(x, chosen, weights, *packed[0], *packed[1], activation=swiglu, first=3, blocks=BLOCKS, interpret=True)
+    got = kernel(x, chosen, weights, *packed[0], *packed[1], activation=swiglu, first=3, blocks=WORDS, interpret=True)
     assert _error(got, x, chosen, weights, *wide, 3) < 1e-2
+
+
+@pytest.mark.parametrize("scale", [2, 127, 252])
+def test_widened_words_are_the_dequantised_numbers_bit_for_bit(scale):
+    packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
+    scales = jnp.full((2, 8), scale, jnp.uint8).at[1].add(jnp.uint8(1 if scale < 252 else 0))
+    want = mxfp4.dequantise(packed, scales, jnp.bfloat16)
+    got = jnp.concatenate(fp4.widen(fp4.words(packed), scales, interpret=True), axis=1)
+    np.testing.assert_array_equal(got.view(jnp.int16), fp4.split(want).view(jnp.int16))
+    at = fp4.places(jnp.arange(256, dtype=jnp.int32), 256)
+    np.testing.assert_array_equal(got[:, at].view(jnp.int16), want.view(jnp.int16))
 
 
 def test_tokens_without_a_held_expert_get_zero():

@@ -10,7 +10,8 @@ import pytest
 
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import situ, swiglu
-from kimi_jax.ops.experts import experts_dense, experts_grouped, experts_packed
+from kimi_jax.ops.experts import experts_and_shared, experts_dense, experts_grouped, experts_packed
+from kimi_jax.ops.gated_mlp import gated_mlp
 from tests.reference import oracle
 
 E, D, F, K = 7, 64, 32, 3
@@ -53,6 +54,21 @@ def test_forms_equal_a_plain_loop(form, tokens):
     got = run(form, **inputs)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, by_hand(**inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_shared_experts_are_added_to_the_routed_ones():
+    rng, width = np.random.default_rng(3), 256  # one that the kernels take
+    shapes = [(2, width), (2, 2, width, width), (2, width, width), (2, width, width), (width, width)]
+    x, *weights = [jnp.asarray(rng.normal(size=shape) * width**-0.5, jnp.bfloat16) for shape in shapes]
+    chosen, parts = jnp.int32([[0, 1], [2, 1]]), jnp.float32([[0.3, 0.7], [0.6, 0.4]])
+
+    @jax.jit
+    def both_ways(x, *weights):
+        routed = experts_grouped(x, chosen, parts, *weights[:2], activation=swiglu, first=1)
+        one = experts_and_shared(x, chosen, parts, *weights, activation=swiglu, first=1)
+        return one, routed + gated_mlp(x, weights[2], weights[3], swiglu)
+
+    np.testing.assert_allclose(*both_ways(x, *weights), rtol=1e-2, atol=1e-4)
 
 
 @FORMS

@@ -1,0 +1,33 @@
+"""The norm kernels, interpreted, against `ops.norm`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kimi_jax.kernels import norm as kernel
+from kimi_jax.ops import norm
+
+EPS = 1e-5
+
+
+def _arrays(dtype):
+    r = np.random.default_rng(0)
+    return [jnp.asarray(r.normal(size=shape), dtype) for shape in [(3, 2, 1100), (3, 2, 1100), (1100,)]]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-6)])
+def test_kernels_equal_the_op(dtype, rtol):
+    x, y, weight = _arrays(dtype)
+    alone = kernel.rms_norm_rows(x, weight, EPS, interpret=True)
+    np.testing.assert_allclose(alone.astype(jnp.float32), norm.rms_norm(x, weight, EPS).astype(jnp.float32), rtol=rtol)
+    for got, want in zip(
+        kernel.add_rms_norm_rows(x, y, weight, EPS, interpret=True), norm.add_rms_norm(x, y, weight, EPS), strict=True
+    ):
+        assert got.dtype == want.dtype and got.shape == want.shape
+        np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=rtol)
+
+
+def test_long_short_and_many_rows_stay_with_the_op():
+    assert kernel.supports(jnp.zeros((64, 1, 2304), jnp.bfloat16))
+    for other in (65, 1, 2304), (1, 1, 32768), (1, 1, 512):
+        assert not kernel.supports(jnp.zeros(other, jnp.bfloat16))
