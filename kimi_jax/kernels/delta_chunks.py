@@ -17,7 +17,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from kimi_jax.kernels.delta_inputs import prepare
 
 CHUNK = 64
-COLUMNS = 64  # channels of a head that one program of `within_chunks` holds at a time
+COLUMNS = 64  # channels of a head that one program of `_factors` holds
+GENTLE_LEVELS = 4  # of LEVELS: blocks of 2^4 tokens
+GENTLE = -7.5  # a decay's binary logarithm; 8 tokens of it give 2^60, and its square is far from float32's end
 LEVELS = CHUNK.bit_length() - 1
 PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
 
@@ -81,8 +83,8 @@ def within_chunks(
 ) -> Chunks:
     """The part of `ops.delta_rule.delta_chunked` that does not need the state, for all chunks at once.
 
-    In two kernels, each of little enough at a time that several programs share a multiprocessor and hide each other's
-    waiting: what tokens of a chunk are to each other, then what follows for some of the channels.
+    In three kernels, so that each holds little enough for several programs to share a multiprocessor and hide each
+    other's waiting: how the tokens of a chunk meet, the inverse, and what follows for some of the channels.
     """
     B, T, H, _, K = mixed.shape
     M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
@@ -95,9 +97,11 @@ def within_chunks(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
     )
-    inverse, mixing = call(
-        _products, out_shape=(struct(C, C), struct(C, C)), grid=(M, H, B), name="kda_chunk_products"
-    )(mixed, g, b)
+    square = struct(C, C, dtype=jnp.float32)
+    products, mixing = call(_products, out_shape=(square, struct(C, C)), grid=(M, H, B), name="kda_chunk_products")(
+        mixed, g, b
+    )
+    inverse = call(_inverse, out_shape=struct(C, C), grid=(M, H, B), name="kda_chunk_inverse")(products)
     *factors, decay = call(
         _factors,
         out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
@@ -107,51 +111,76 @@ def within_chunks(
     return Chunks(*factors, mixing, decay)
 
 
-def _products(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref):
-    """(I + A)^-1, A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M of q likewise, for j <= t.
+def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
+    """A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M[t, j] of q likewise, no beta, j <= t.
 
     Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
-    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.
+    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product. Where no decay is
+    strong, all of a block of 16 can meet at its middle at once: one of the sums is then >= 0, but not too large.
     """
     m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype, parts = mixed_ref.dtype, mixed_ref.shape[-1] // COLUMNS
+    dtype, K = mixed_ref.dtype, mixed_ref.shape[-1]
     t, j = _token_pairs()
+    g = _load(g_ref, row, m, h, width=K)
+    coarse = g.astype(dtype)
 
-    def part(n, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
+    def meet(carry, where, decay, back):
         keys, queries = carry
-        level, some = lax.div(n, jnp.int32(parts)), lax.rem(n, jnp.int32(parts))
-        g = _load(g_ref, row, m, h, some).astype(dtype)
-        decayed = jnp.exp2(_dot(_ones(_spans(t, j, level), dtype), g)).astype(dtype)
-        q, k = _load(mixed_ref, row, m, h, some, 0), _load(mixed_ref, row, m, h, some, 1)
-        of_keys = k * decayed
-        apart = _apart(t, j, level)
-        keys += jnp.where(apart, _dot_t(of_keys, of_keys), 0.0)
-        queries += jnp.where(apart, _dot_t(q * decayed, of_keys), 0.0)
-        return keys, queries
+        q, k = (_load(mixed_ref, row, m, h, i, width=K, volatile=True) for i in (0, 1))  # not kept between: too many
+        earlier = k * back
+        keys = jnp.where(where, _dot_t(k * decay, earlier), keys)
+        return keys, jnp.where(where, _dot_t(q * decay, earlier), queries)
+
+    def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
+        decay = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
+        return meet(carry, (t ^ j) >> i == 1, decay, decay)
+
+    def gentle(carry):
+        sign = jnp.where((t >> GENTLE_LEVELS - 1) & 1 == 1, 1.0, -1.0)
+        exponent = _dot(jnp.where(_spans(t, j, GENTLE_LEVELS - 1), sign, 0.0).astype(dtype), coarse)
+        decay, back = jnp.exp2(exponent).astype(dtype), jnp.exp2(-exponent).astype(dtype)
+        return meet(carry, (t ^ j) >> GENTLE_LEVELS == 0, decay, back)
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    keys, queries = lax.fori_loop(0, LEVELS * parts, part, (zero, zero))
-    own = jnp.zeros((CHUNK,), jnp.float32)
-    for some in range(parts):
-        q, k = (_load(mixed_ref, row, m, h, some, i).astype(jnp.float32) for i in (0, 1))
-        own += jnp.sum(q * k, axis=1)
-    mixing_ref[row, m, h] = jnp.where(j < t, queries, jnp.where(t == j, own[:, None], 0.0)).astype(dtype)
-    products = jnp.where(j < t, _beta(b_ref, row, m, h) * keys, 0.0)
-    inverse_ref[row, m, h] = _unit_lower_inverse(products, t, j).astype(dtype)
+    near = functools.partial(lax.fori_loop, 0, GENTLE_LEVELS, level)
+    carry = lax.cond(jnp.min(g) >= GENTLE, gentle, near, (zero, zero))
+    keys, queries = lax.fori_loop(GENTLE_LEVELS, LEVELS, level, carry)
+    q, k = (_load(mixed_ref, row, m, h, i, width=K).astype(jnp.float32) for i in (0, 1))
+    own = jnp.sum(q * k, axis=1)[:, None]
+    products_ref[row, m, h] = jnp.where(j < t, _beta(b_ref, row, m, h) * keys, 0.0)
+    mixing_ref[row, m, h] = jnp.where(j < t, queries, jnp.where(t == j, own, 0.0)).astype(dtype)
+
+
+def _inverse(products_ref, inverse_ref):
+    """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
+
+    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
+    """
+    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    t, j = _token_pairs()
+    products = products_ref[row, m, h]
+
+    def level(i, inverse):
+        lower = jnp.where((t ^ j) >> i == 1, products, 0.0)
+        return inverse - _dot(inverse, _dot(lower, inverse))
+
+    start = jnp.where(t == j, 1.0, 0.0) - jnp.where((t ^ j) == 1, products, 0.0)
+    inverse_ref[row, m, h] = lax.fori_loop(1, LEVELS, level, start).astype(inverse_ref.dtype)
 
 
 def _factors(mixed_ref, g_ref, b_ref, inverse_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
     """The rest of `Chunks`, for some channels: from the inverse, and the decays from a chunk's start and to its end."""
     parts = mixed_ref.shape[-1] // COLUMNS
     program, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    m, some = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts))
-    dtype, columns = mixed_ref.dtype, pl.ds(some * COLUMNS, COLUMNS)
+    m, start = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts)) * COLUMNS
+    dtype, columns = mixed_ref.dtype, pl.ds(start, COLUMNS)
+    some = dict(start=start, width=COLUMNS)
     t, j = _token_pairs()
     inverse, beta = inverse_ref[row, m, h], _beta(b_ref, row, m, h)
-    q, k, v = (_load(mixed_ref, row, m, h, some, i).astype(jnp.float32) for i in range(3))
+    q, k, v = (_load(mixed_ref, row, m, h, i, **some).astype(jnp.float32) for i in range(3))
     values_ref[row, m, h, :, columns] = _dot(inverse, (beta * v).astype(dtype)).astype(dtype)
 
-    g = _load(g_ref, row, m, h, some)
+    g = _load(g_ref, row, m, h, **some)
     coarse, upto = g.astype(dtype), _ones(j <= t, dtype)
     through = _dot(upto, coarse) + _dot(upto, (g - coarse.astype(jnp.float32)).astype(dtype))
     total = jnp.sum(g, axis=0)
@@ -162,11 +191,11 @@ def _factors(mixed_ref, g_ref, b_ref, inverse_ref, erasers_ref, readers_ref, wri
     erasers_ref[row, m, h, :, columns] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
 
 
-def _load(ref, row, m, h, some, *i):
+def _load(ref, row, m, h, *i, start=0, width, volatile=False):
     """Some of the channels of chunk m's tokens; zero past the last token."""
     inside = (m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < ref.shape[1])[:, None]
-    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), pl.ds(some * COLUMNS, COLUMNS)]
-    return plgpu.load(at, mask=jnp.broadcast_to(inside, (CHUNK, COLUMNS)), other=0.0)
+    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), pl.ds(start, width)]
+    return plgpu.load(at, mask=jnp.broadcast_to(inside, (CHUNK, width)), other=0.0, volatile=volatile)
 
 
 def _beta(b_ref, row, m, h):
@@ -189,25 +218,6 @@ def _spans(t, j, i):
     That is, whether j is in t's half of the block: up to t if it is the second half, after t if the first.
     """
     return ((t ^ j) >> i == 0) & ((j <= t) == ((t >> i) & 1 == 1))
-
-
-def _apart(t, j, i):
-    """Whether t and j are in different halves of one block of 2^(i+1) tokens."""
-    return (t ^ j) >> i == 1
-
-
-def _unit_lower_inverse(a, t, j):
-    """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
-
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
-    """
-
-    def level(i, inverse):
-        lower = jnp.where(_apart(t, j, i), a, 0.0)
-        return inverse - _dot(inverse, _dot(lower, inverse))
-
-    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_apart(t, j, 0), a, 0.0)
-    return lax.fori_loop(1, LEVELS, level, start)
 
 
 def across_chunks(

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from kimi_jax.kernels.gates import log_decay, unit
 
 WARPS = 4
-COLUMNS = 64  # of the state's value axis, held at a time: half of the state in flight while the other half is worked on
 
 
 def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
@@ -40,7 +39,6 @@ def mix_heads_step(
     lower_bound: float | None,
     eps: float,
     warps: int = WARPS,
-    columns: int = COLUMNS,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W-1 H 3 K"], Float32[Array, "B H K K"]]:
     """q, k, v = silu(conv(qkv));  S <- Diag(e^g) S;  S <- S + k u^T;  out = RMS(S^T q) sigmoid(gate): one token a row.
@@ -58,7 +56,6 @@ def mix_heads_step(
         _mix_head,
         lower_bound=lower_bound,
         eps=eps,
-        columns=min(columns, K),
         width=conv_weight.shape[-1],
         interpret=interpret,
     )
@@ -79,13 +76,12 @@ def mix_heads_step(
 
 def _mix_head(
     qkv_ref, f_ref, b_ref, gate_ref, conv_weight_ref, a_log_ref, dt_bias_ref, o_norm_ref, conv_ref, state_ref,
-    counts_ref, out_ref, new_conv_ref, new_state_ref, *, lower_bound, eps, columns, width,
+    counts_ref, out_ref, new_conv_ref, new_state_ref, *, lower_bound, eps, width,
     interpret,
 ):  # fmt: skip
     h, row = pl.program_id(0), pl.program_id(1)
     K = state_ref.shape[-1]
-    tiles = [pl.ds(i, columns) for i in range(0, K, columns)]
-    state = state_ref[row, h, :, tiles[0]]
+    state = state_ref[row, h]
     live = counts_ref[row] > 0
     dtype = qkv_ref.dtype
 
@@ -110,35 +106,16 @@ def _mix_head(
     overlap = jnp.sum(q * k)
     k_read, q_read = (k * decay)[:, None], (q * decay)[:, None]
 
-    parts = [v]
-    if len(tiles) > 1:
-        parts = [_convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dtype) for tile in tiles]
     if not interpret:  # every thread loads the history whole: all must have it before one overwrites it
         plgpu.debug_barrier()
     for i, history in enumerate(moved):
         for j, inputs in enumerate(history):
             new_conv_ref[row, j, h, i, :] = inputs
 
-    outs = []
-    for i, tile in enumerate(tiles):
-        following = state_ref[row, h, :, tiles[i + 1]] if i + 1 < len(tiles) else None
-        update = beta * (parts[i] - jnp.sum(k_read * state, axis=0))  # pyright: ignore[reportOperatorIssue]
-        out = jnp.sum(q_read * state, axis=0) + overlap * update
-        new_state_ref[row, h, :, tile] = decay[:, None] * state + k[:, None] * update[None, :]  # pyright: ignore[reportOperatorIssue]
-        outs.append(jnp.where(live, out, 0.0).astype(dtype).astype(jnp.float32))
-        state = following
+    update = beta * (v - jnp.sum(k_read * state, axis=0))
+    out = jnp.sum(q_read * state, axis=0) + overlap * update
+    new_state_ref[row, h] = decay[:, None] * state + k[:, None] * update[None, :]
 
-    mean = sum(jnp.sum(out * out) for out in outs) / K
-    for tile, out in zip(tiles, outs, strict=True):
-        weighed = out * jax.lax.rsqrt(mean + eps) * o_norm_ref[tile].astype(jnp.float32)
-        out_ref[row, 0, h, tile] = (weighed * jax.nn.sigmoid(gate_ref[row, 0, h, tile].astype(jnp.float32))).astype(
-            dtype
-        )
-
-
-def _convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dtype):
-    """v's convolution on some of its channels."""
-    inputs = [conv_ref[row, j, h, 2, tile] for j in range(width - 1)] + [qkv_ref[row, 0, h, 2, tile]]
-    taps = [conv_weight_ref[h, 2, tile, j].astype(jnp.float32) for j in range(width)]
-    y = sum(tap * x.astype(dtype).astype(jnp.float32) for tap, x in zip(taps, inputs, strict=True))
-    return (y * jax.nn.sigmoid(y)).astype(dtype).astype(jnp.float32)
+    out = jnp.where(live, out, 0.0).astype(dtype).astype(jnp.float32)
+    weighed = out * jax.lax.rsqrt(jnp.mean(out * out) + eps) * o_norm_ref[:].astype(jnp.float32)
+    out_ref[row, 0, h, :] = (weighed * jax.nn.sigmoid(gate_ref[row, 0, h, :].astype(jnp.float32))).astype(dtype)
