@@ -16,6 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=int, help="tokens that a row can hold (default: what is needed)")
     parser.add_argument("--prefill", type=numbers, default=[], help="prompt lengths to time")
     parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
+    parser.add_argument("--phases", action="store_true", help="also how long each phase takes (profiler; on GPUs)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
     add_layout(parser)
     add_devices(parser)
@@ -33,8 +34,13 @@ def run(args: argparse.Namespace) -> None:
     else:
         model = kimi_jax.load(args.checkpoint, layout=layout_of(args), dtype=args.dtype, progress=False)
     report = bench.run(
-        model, batches=args.batch, contexts=args.context, capacity=args.capacity, prefills=args.prefill, peer=peer
-    )
+        model, batches=args.batch, contexts=args.context, capacity=args.capacity, prefills=args.prefill, peer=peer,
+        phases=args.phases,
+    )  # fmt: skip
+    if args.peer:
+        from kimi_jax.measuring.peer import described
+
+        report.peer = described()
     print(report)
     if args.json:
         from pathlib import Path

@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 REPEATS = 3
@@ -29,6 +31,12 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
             raise ValueError("--peer transformers needs torch and transformers: pip install 'kimi_jax[parity]'")
         raise ValueError(f"the peer (transformers) failed: {done.stderr.strip()[-600:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def described() -> str:
+    """What `measure` runs here, with versions."""
+    kernels = "with" if find_spec("fla") else "without"
+    return f"transformers {version('transformers')}, torch {version('torch')}, {kernels} fla's kernels"
 
 
 def main(job: dict[str, Any]) -> None:
