@@ -1,14 +1,19 @@
 """Time prefill and decode beside what the machine allows."""
 
 import argparse
+from typing import Any
 
 from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of, numbers, start
 from kimi_jax.config import Config
 
+RANK_SLICE = "kimi-k3-rank-slice"
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this command."""
-    parser.add_argument("--config", help="time random weights of this shape: kimi-linear-48b, kimi-k3 or a config.json")
+    parser.add_argument(
+        "--config", help=f"random weights of this shape: kimi-linear-48b, kimi-k3, {RANK_SLICE} or a config.json"
+    )
     parser.add_argument("--checkpoint", metavar="PATH", help="time a checkpoint (default: the one in the package)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the config says")
     parser.add_argument("--batch", type=numbers, default=[1], help="batches, as 1,8,32 (default 1)")
@@ -28,6 +33,9 @@ def run(args: argparse.Namespace) -> None:
     from kimi_jax.measuring import bench
 
     start(args)
+    if args.config == RANK_SLICE:
+        _show(_rank_slice(args), args)
+        return
     peer = _peer_times(args) if args.peer else {}
     if args.config:
         model = kimi_jax.random_model(config_of(args.config), layout=layout_of(args), dtype=args.dtype)
@@ -41,11 +49,26 @@ def run(args: argparse.Namespace) -> None:
         from kimi_jax.measuring.peer import described
 
         report.peer = described()
+    _show(report, args)
+
+
+def _show(report: Any, args: argparse.Namespace) -> None:
     print(report)
     if args.json:
         from pathlib import Path
 
         Path(args.json).write_text(report.to_json())
+
+
+def _rank_slice(args: argparse.Namespace):
+    """One rank of K3, on 1 x 16 unless the options say another layout."""
+    from kimi_jax.measuring import rank_slice
+
+    if args.peer or args.prefill or args.checkpoint or args.capacity:
+        raise ValueError(f"--config {RANK_SLICE} times decode steps of random weights alone: no --peer, no --prefill")
+    args.cp = 16 if args.tp * args.cp == 1 else args.cp
+    sizes = dict(batches=args.batch, contexts=args.context, dtype=args.dtype, phases=args.phases)
+    return rank_slice.run(config_of("kimi-k3"), layout_of(args), **sizes)
 
 
 def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float]:

@@ -14,14 +14,10 @@ from typing import Any
 import numpy as np
 
 from kimi_jax import tables
-from kimi_jax.measuring import phases as phase_tables
 from kimi_jax.measuring.machine import Machine, measure_machine, milliseconds
-from kimi_jax.measuring.timing import BURST, STEPS, Decoding, Row, time_prefill
+from kimi_jax.measuring.timing import Decoding, Row, phases_of, room, time_prefill
 from kimi_jax.placement import declared
 from kimi_jax.runtime import Model
-from sharding_rules import whole_number
-
-NO_TIMELINE = "no phases: JAX's profiler has no timeline of this device"
 
 
 @dataclass
@@ -44,7 +40,7 @@ class Report:
         )
         titles = "what batch context capacity ms range floor_ms of_floor experts_hit peer_ms faster"
         lines = tables.text([title.replace("_", " ") for title in titles.split()], [_line(row) for row in self.rows])
-        return "\n".join([head, lines, *(_phases(row) for row in self.rows if row.phases is not None)])
+        return "\n".join([head, lines, *(phases_of(row) for row in self.rows if row.phases is not None)])
 
 
 def run(
@@ -74,14 +70,6 @@ def run(
     return report
 
 
-def room(context: int, capacity: int | None = None) -> int:
-    """Tokens a row must hold to be timed at `context`. Raises ValueError if the capacity asked for is less."""
-    need = context + STEPS + BURST  # the profiled burst comes last
-    if capacity is not None and whole_number("capacity", capacity) < need:
-        raise ValueError(f"capacity={capacity} is too small: context {context} and the timed steps need {need}")
-    return need if capacity is None else capacity
-
-
 def describe(model: Model) -> dict[str, Any]:
     """What was timed, in words and numbers."""
     parameters = sum(np.prod(p.shape) for _, p in declared(model.config, model.layout, str(model.dtype)))
@@ -105,8 +93,3 @@ def _line(row: Row) -> tuple[str, ...]:
         "" if row.peer is None else milliseconds(row.peer),
         "" if row.peer is None else f"{row.peer / row.seconds.median:.1f}x",
     )  # fmt: skip
-
-
-def _phases(row: Row) -> str:
-    title = f"{row.what}, batch {row.batch}, context {row.context:,}"
-    return f"\n{title}\n{phase_tables.table(row.phases) if row.phases else NO_TIMELINE}"

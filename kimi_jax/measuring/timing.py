@@ -13,14 +13,15 @@ from kimi_jax.initialise import key_of
 from kimi_jax.measuring.floors import Costs, decode_costs, prefill_costs, total
 from kimi_jax.measuring.hits import Hits, Routing, counted, here
 from kimi_jax.measuring.machine import REPEATS, Machine, Timing, timed
-from kimi_jax.measuring.phases import Event, Phase, phase_times, profiled
+from kimi_jax.measuring.phases import Event, Phase, phase_times, profiled, table
 from kimi_jax.runtime import Model, born
 from kimi_jax.sampling import Temperature
 from kimi_jax.state import State
-from sharding_rules import stripes
+from sharding_rules import stripes, whole_number
 
 BURST = 32  # decode steps a timed call
 STEPS = BURST * (REPEATS + 1)  # of one measurement, the first call included
+NO_TIMELINE = "no phases: JAX's profiler has no timeline of this device"
 MODULE = "jit_run"  # what XLA calls the steps of `kimi_jax.runtime`
 
 
@@ -113,7 +114,7 @@ class Decoding:
         """What `steps.burst` takes besides the state."""
         live, seeds = np.ones(self.batch, bool), np.arange(self.batch, dtype=np.uint32)
         stops = np.full(8, -1, np.int32)
-        return self.token, live, Temperature(1.0), seeds, np.int32(0), stops, np.int32(BURST)
+        return self.token, live, Temperature(1.0), seeds, 0, stops, BURST
 
     def _counts_hits(self) -> bool:
         """Whether it takes a look to know which experts are hit: one token on one rank reaches as many as it may."""
@@ -154,6 +155,14 @@ def filled_state(model: Model, batch: int, capacity: int) -> State:
     )
 
 
+def room(context: int, capacity: int | None = None) -> int:
+    """Tokens a row must hold to be timed at `context`. Raises ValueError if the capacity asked for is less."""
+    need = context + STEPS + BURST  # the profiled burst comes last
+    if capacity is not None and whole_number("capacity", capacity) < need:
+        raise ValueError(f"capacity={capacity} is too small: context {context} and the timed steps need {need}")
+    return need if capacity is None else capacity
+
+
 def row_of(
     what: str, machine: Machine, sizes: tuple[int, int, int, int], seconds: Timing, costs: Costs, hits: Hits | None
 ) -> Row:
@@ -169,6 +178,12 @@ def with_phases(row: Row, events: Sequence[Event], text: str, steps: int, costs:
         return replace(row, phases=[])
     seconds = row.seconds.median
     return replace(row, phases=phase_times(events, text, steps=steps, seconds=seconds, costs=costs, machine=machine))
+
+
+def phases_of(row: Row) -> str:
+    """The phases of a row as text, or why there are none."""
+    title = f"{row.what}, batch {row.batch}, context {row.context:,}"
+    return f"\n{title}\n{table(row.phases) if row.phases else NO_TIMELINE}"
 
 
 def _random(about: tuple[tuple[int, ...], str], key: jax.Array) -> jax.Array:
