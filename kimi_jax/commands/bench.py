@@ -1,6 +1,7 @@
 """Time prefill and decode beside what the machine allows."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from kimi_jax.commands.options import add_devices, add_layout, config_of, layout_of, numbers, start
@@ -16,13 +17,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--checkpoint", metavar="PATH", help="time a checkpoint (default: the one in the package)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as the config says")
-    parser.add_argument("--batch", type=numbers, default=[1], help="batches, as 1,8,32 (default 1)")
-    parser.add_argument("--context", type=numbers, default=[1024], help="tokens held while decoding (default 1024)")
+    parser.add_argument("--batch", type=numbers, help="batches, as 1,8,32 (default 1; scaling 1,4,16)")
+    parser.add_argument(
+        "--context", type=numbers, help="tokens held while decoding (default 1024; scaling 8192,131072,1048576)"
+    )
     parser.add_argument("--capacity", type=int, help="tokens that a row can hold (default: what is needed)")
     parser.add_argument("--prefill", type=numbers, default=[], help="prompt lengths to time")
     parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
     parser.add_argument("--phases", action="store_true", help="also how long each phase takes (profiler; on GPUs)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
+    group = parser.add_argument_group("scaling")
+    group.add_argument("--scaling", action="store_true", help="every (tp, cp) of the devices here; CPUs only count")
+    group.add_argument(
+        "--ranks", type=numbers, default=[1, 2, 4, 8], help="devices that a layout takes (default 1,2,4,8)"
+    )
+    group.add_argument("--layers", type=int, metavar="N", help="first N layers only (default: all, or what fits)")
+    group.add_argument("--minutes", type=float, default=9, help="begin no layout that would end later (default 9)")
     add_layout(parser)
     add_devices(parser)
 
@@ -33,6 +43,10 @@ def run(args: argparse.Namespace) -> None:
     from kimi_jax.measuring import bench
 
     start(args)
+    if args.scaling:
+        _show(_scaling(args), args)
+        return
+    args.batch, args.context = args.batch or [1], args.context or [1024]
     if args.config == RANK_SLICE:
         _show(_rank_slice(args), args)
         return
@@ -54,10 +68,32 @@ def run(args: argparse.Namespace) -> None:
 
 def _show(report: Any, args: argparse.Namespace) -> None:
     print(report)
-    if args.json:
-        from pathlib import Path
+    _write(report, args)
 
+
+def _write(report: Any, args: argparse.Namespace) -> None:
+    if args.json:
         Path(args.json).write_text(report.to_json())
+
+
+def _scaling(args: argparse.Namespace):
+    """The report; it is written after each layout, so that an end that comes too early loses little."""
+    from kimi_jax.measuring import scaling
+
+    if args.peer or args.prefill or args.checkpoint or args.capacity or args.config == RANK_SLICE:
+        raise ValueError(
+            "--scaling times decode steps of random weights: --config, and no --peer, --prefill, --capacity"
+        )
+    return scaling.run(
+        config_of(args.config or "kimi-linear-48b"),
+        batches=args.batch or scaling.BATCHES,
+        contexts=args.context or scaling.CONTEXTS,
+        dtype=args.dtype,
+        ranks=args.ranks,
+        layers=args.layers,
+        minutes=float(args.minutes),
+        after_each=lambda report: _write(report, args),
+    )
 
 
 def _rank_slice(args: argparse.Namespace):

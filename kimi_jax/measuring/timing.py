@@ -1,5 +1,6 @@
 """One measurement: a decode step or a prefill, warm and compiled, with the floor of what it really did beside it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,8 @@ from sharding_rules import stripes, whole_number
 
 BURST = 32  # decode steps a timed call
 STEPS = BURST * (REPEATS + 1)  # of one measurement, the first call included
+LARGE, ROWS_DRAWN = 1 << 28, 1024  # numbers in an array of a state that is not drawn whole; rows that are
+PROFILED = 8  # decode steps under the profiler
 NO_TIMELINE = "no phases: JAX's profiler has no timeline of this device"
 MODULE = "jit_run"  # what XLA calls the steps of `kimi_jax.runtime`
 
@@ -93,8 +96,8 @@ class Decoding:
         row = row_of("decode", machine, (self.batch, 1, context, room), seconds, costs, hits)
         if not phases:
             return row
-        events = profiled(self._burst, MODULE)
-        return with_phases(row, events, self.text() if events else "", BURST, costs, machine)
+        events = profiled(lambda: self._burst(PROFILED), MODULE)
+        return with_phases(row, events, self.text() if events else "", PROFILED, costs, machine)
 
     def _fill(self, context: int) -> None:
         """Rows of `context` tokens: random ones, or those that an earlier measurement left."""
@@ -104,17 +107,17 @@ class Decoding:
         self.state = State(cache, self.model.config, self.model.layout, self.model.mesh, lengths)
         self.token = np.arange(self.batch, dtype=np.int32) % self.model.config.vocab_size
 
-    def _burst(self) -> None:
+    def _burst(self, steps: int = BURST) -> None:
         assert self.state is not None
-        self.state, done = self.model.burst(self.state, *self._rest())
-        assert int(done.steps) == BURST, "logits were not finite"
+        self.state, done = self.model.burst(self.state, *self._rest(steps))
+        assert int(done.steps) == steps, "logits were not finite"
         self.token = done.token
 
-    def _rest(self) -> tuple[Any, ...]:
+    def _rest(self, steps: int = BURST) -> tuple[Any, ...]:
         """What `steps.burst` takes besides the state."""
         live, seeds = np.ones(self.batch, bool), np.arange(self.batch, dtype=np.uint32)
         stops = np.full(8, -1, np.int32)
-        return self.token, live, Temperature(1.0), seeds, 0, stops, BURST
+        return self.token, live, Temperature(1.0), seeds, 0, stops, steps
 
     def _counts_hits(self) -> bool:
         """Whether it takes a look to know which experts are hit: one token on one rank reaches as many as it may."""
@@ -157,7 +160,7 @@ def filled_state(model: Model, batch: int, capacity: int) -> State:
 
 def room(context: int, capacity: int | None = None) -> int:
     """Tokens a row must hold to be timed at `context`. Raises ValueError if the capacity asked for is less."""
-    need = context + STEPS + BURST  # the profiled burst comes last
+    need = context + STEPS + PROFILED
     if capacity is not None and whole_number("capacity", capacity) < need:
         raise ValueError(f"capacity={capacity} is too small: context {context} and the timed steps need {need}")
     return need if capacity is None else capacity
@@ -187,5 +190,10 @@ def phases_of(row: Row) -> str:
 
 
 def _random(about: tuple[tuple[int, ...], str], key: jax.Array) -> jax.Array:
+    """Normal numbers; of a large array a block of rows again and again, so that no second array of its size is made."""
     shape, dtype = about
-    return jax.random.normal(key, shape, jnp.dtype(dtype))
+    rows = math.gcd(shape[-2], ROWS_DRAWN) if math.prod(shape) > LARGE else shape[-2]
+    if rows == shape[-2]:
+        return jax.random.normal(key, shape, jnp.dtype(dtype))
+    block = jax.random.normal(key, (rows, shape[-1]), jnp.dtype(dtype))
+    return jnp.broadcast_to(block, (*shape[:-2], shape[-2] // rows, *block.shape)).reshape(shape)
