@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
     if args.config == RANK_SLICE:
         _show(_rank_slice(args), args)
         return
-    peer = _peer_times(args) if args.peer else {}
+    measured = _peer_times(args) if args.peer else {}
+    peer = {case: seconds for case, seconds in measured.items() if seconds is not None}
     if args.config:
         model = kimi_jax.random_model(config_of(args.config), layout=layout_of(args), dtype=args.dtype)
     else:
@@ -62,7 +63,15 @@ def run(args: argparse.Namespace) -> None:
     if args.peer:
         from kimi_jax.measuring.peer import described
 
-        report.peer = described()
+        report.peer = "; ".join(
+            [
+                described(),
+                *(
+                    f"{what} {batch} x {context}: out of memory"
+                    for what, batch, context in measured.keys() - peer.keys()
+                ),
+            ]
+        )
     _show(report, args)
 
 
@@ -107,7 +116,8 @@ def _rank_slice(args: argparse.Namespace):
     return rank_slice.run(config_of("kimi-k3"), layout_of(args), **sizes)
 
 
-def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float]:
+def _peer_times(args: argparse.Namespace) -> dict[tuple[str, int, int], float | None]:
+    """The peer's seconds by (what, batch, context); None where it ran out of memory."""
     from kimi_jax import loading
     from kimi_jax.measuring import peer
 

@@ -17,9 +17,9 @@ COUNTED = "CPUs: nothing is timed, bytes and collectives are counted"
 class Scaled:
     """A decode step under one layout.
 
-    bytes: on a device, for rows of `context` tokens. collectives: of a step as it was compiled; sent: bytes that a
-    device sends for them. timed: None if it was only counted. in_collectives: seconds of a step, the mean of the
-    devices; None without a timeline.
+    bytes: on a device, for rows of `context` tokens and those that the timing adds. collectives: of a step as it was
+    compiled; sent: bytes that a device sends for them. timed: None if it was only counted. in_collectives: seconds of a
+    step, the mean of the devices; None without a timeline.
     """
 
     layout: str

@@ -64,14 +64,18 @@ def measure_machine(dtype: str) -> Machine:
     copied = timed(lambda: _last(lambda: born(_negated, None, where, source)), divide=IN_A_ROW)
     square = born(_random, ((side, side), dtype), where, jax.random.key(1))
     multiplied = timed(lambda: _last(lambda: born(_squared, None, where, square)), divide=IN_A_ROW)
-    versions = {
+    copy_rate, matrix_rate = 2 * size / copied.fastest, 2 * side**3 / multiplied.fastest
+    return Machine(jax.devices()[0].device_kind, jax.device_count(), copy_rate, matrix_rate, versions())
+
+
+def versions() -> dict[str, str]:
+    """What is run here."""
+    return {
         "kimi_jax": __version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
         "backend": jax.local_devices()[0].client.platform_version.strip().replace("\n", ", "),
     }
-    copy_rate, matrix_rate = 2 * size / copied.fastest, 2 * side**3 / multiplied.fastest
-    return Machine(jax.devices()[0].device_kind, jax.device_count(), copy_rate, matrix_rate, versions)
 
 
 def milliseconds(seconds: float) -> str:

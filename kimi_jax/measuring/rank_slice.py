@@ -22,6 +22,7 @@ from kimi_jax.measuring.hits import here
 from kimi_jax.measuring.machine import Machine, measure_machine, milliseconds
 from kimi_jax.measuring.timing import Decoding, Row, phases_of, room
 from kimi_jax.model import Parameter
+from kimi_jax.placement import describe
 from kimi_jax.planning.collectives import needed
 from kimi_jax.runtime import Model, born
 from kimi_jax.state import Cache, cache_shapes, cache_shardings
@@ -149,7 +150,7 @@ class Report:
             "batch", "context", f"{GROUP} layers ms", f"{GROUP} more ms", "all, alone", "floor ms", "of floor",
             "collectives", "they take ms", "a step ms",
         ]  # fmt: skip
-        of = f"rank 0 of {self.model['tp']} x {self.model['cp']}, {self.model['dtype']}"
+        of = f"rank 0 of {self.model['layout']}, {self.model['dtype']}"
         scaled = f"timed are {GROUP} and {2 * GROUP} of {self.model['layers']} layers, the rest is scaled"
         assumed = f"{LINK_RATE / 1e9:,.0f} GB/s out of a device and {LATENCY * 1e6:.0f} us a collective, nothing hidden"
         return "\n".join(
@@ -183,7 +184,7 @@ def run(
             for batch, context in cases
         ]
     pairs = list(zip(timed[GROUP], timed[2 * GROUP], strict=True))
-    about = {"layers": config.num_hidden_layers, "dtype": dtype, **dict(tp=layout.tp, cp=layout.cp)}
+    about = {"layers": config.num_hidden_layers, "dtype": dtype, "layout": describe(layout)}
     rows = [row for pair in pairs for row in pair]
     return Report(machine, about, rows, [estimate(config, layout, dtype, machine, *pair) for pair in pairs])
 

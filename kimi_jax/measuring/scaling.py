@@ -19,7 +19,7 @@ from kimi_jax import processes
 from kimi_jax.config import Config
 from kimi_jax.loading import random_model
 from kimi_jax.measuring.crossing import Report, Scaled
-from kimi_jax.measuring.machine import Machine, measure_machine
+from kimi_jax.measuring.machine import Machine, measure_machine, versions
 from kimi_jax.measuring.phases import COLLECTIVES
 from kimi_jax.measuring.rank_slice import leading
 from kimi_jax.measuring.timing import Decoding, Row, room
@@ -66,7 +66,12 @@ def run(
     config = leading(config, layers or _layers_that_fit(config, len(devices), cases, dtype, limit(devices)))
     counted = jax.default_backend() == "cpu"
     machine = None if counted else measure_machine(dtype)
-    about = {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "dtype": dtype}
+    about = {
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "dtype": dtype,
+        "versions": versions(),
+    }
     report, longest = Report(about, machine), 0.0
     for layout in layouts(config, len(devices), ranks):
         if (time.monotonic() - began + longest) / 60 > minutes:
