@@ -55,7 +55,7 @@ class Phase:
 def profiled(call: Callable[[], Any], module: str) -> list[Event]:
     """What the devices do during `call`, for the XLA module of this name. Empty where JAX has no timeline (CPUs)."""
     options = ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0
+    options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:

@@ -167,7 +167,7 @@ def scaled(
     row = None if row is None else replace(row, context=context)
     spent = phases.get(COLLECTIVES, 0.0) if phases else None
     mesh = (layout.ranks, layout.tp, layout.cp)
-    return Scaled(describe(layout), *mesh, batch, context, size, len(many), sum(map(sent, many)), row, spent)
+    return Scaled(describe(layout), *mesh, batch, context, size, len(many), sum(map(sent, many), 0.0), row, spent)
 
 
 def sent(found: Found) -> float:
