@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kimi_jax.kernels.gates import log_decay, unit
+
 WARPS = 4
 COLUMNS = 64  # of the state's value axis, held at a time: half of the state in flight while the other half is worked on
 
@@ -97,14 +99,13 @@ def _mix_head(
         moved.append([jnp.where(live, new.astype(conv_ref.dtype), old) for old, new in pairwise(inputs)])
         return (y * jax.nn.sigmoid(y)).astype(dtype).astype(jnp.float32)
 
-    q, k = _unit(convolved(0)) * K**-0.5, _unit(convolved(1))
+    q, k = unit(convolved(0)) * K**-0.5, unit(convolved(1))
     v = convolved(2)
     k = jnp.where(live, k, 0.0)
 
     z = f_ref[row, 0, h, :].astype(jnp.float32) + dt_bias_ref[h, :]
     a = jnp.exp(a_log_ref[h])
-    g = -a * _softplus(z) if lower_bound is None else lower_bound * jax.nn.sigmoid(a * z)
-    decay = jnp.where(live, jnp.exp(g), 1.0)
+    decay = jnp.where(live, jnp.exp(log_decay(z, a, lower_bound)), 1.0)
     beta = jnp.where(live, jax.nn.sigmoid(b_ref[row, 0, h].astype(jnp.float32)), 0.0)
     overlap = jnp.sum(q * k)
     k_read, q_read = (k * decay)[:, None], (q * decay)[:, None]
@@ -141,11 +142,3 @@ def _convolved_part(qkv_ref, conv_ref, conv_weight_ref, row, h, tile, width, dty
     taps = [conv_weight_ref[h, 2, tile, j].astype(jnp.float32) for j in range(width)]
     y = sum(tap * x.astype(dtype).astype(jnp.float32) for tap, x in zip(taps, inputs, strict=True))
     return (y * jax.nn.sigmoid(y)).astype(dtype).astype(jnp.float32)
-
-
-def _unit(x):
-    return x * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6)
-
-
-def _softplus(z):
-    return jnp.maximum(z, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(z)))

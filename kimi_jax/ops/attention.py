@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.kernels import mla_decode
+from kimi_jax.kernels import mla_decode, mla_prefill
 from kimi_jax.ops.linear import project
 
 KEY_BLOCK = 256  # cache slots a step of the loop; bounds the scores held at once
@@ -35,15 +35,22 @@ class Keys(NamedTuple):
     """The cache as one rank sees it, and who may look at what.
 
     rows: latent (kv_lora) and positional part of each slot of one stripe. The stripe's axis of size 1 stays: dropping
-    it inside the decode loop makes XLA copy the whole cache (measured). position_of: global position of a slot.
-    query_positions: a query sees the keys at or before its own position. lengths: how many leading slots a row's last
-    query may look at.
+    it inside the decode loop makes XLA copy the whole cache (measured). position_of: global position of a slot, which
+    grows with the slot. query_positions: a query sees the keys at or before its own position. lengths: how many leading
+    slots a row's last query may look at.
     """
 
     rows: Float[Array, "B 1 S Z"]
     position_of: Callable[[Int[Array, " C"]], Int[Array, " C"]]
     query_positions: Int[Array, "B T"]
     lengths: Int[Array, " B"]
+
+
+def slots_seen(keys: Keys) -> Int[Array, "B T"]:
+    """How many leading slots each query sees."""
+    positions = keys.position_of(jnp.arange(keys.rows.shape[2], dtype=jnp.int32))
+    found = jnp.searchsorted(positions, keys.query_positions, side="right", method="scan_unrolled")  # one GPU kernel
+    return found.astype(jnp.int32)
 
 
 def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, scale: float) -> Partial:
@@ -104,7 +111,14 @@ def attend_expanded(
 
     arrays = (q_nope, q_pe, keys.rows, keys.query_positions)
     small, large = partial(tiled, tile=256, block=KEY_BLOCK), partial(tiled, tile=1024, block=4 * KEY_BLOCK)
-    return Partial(*jax.lax.platform_dependent(*arrays, cpu=small, default=large))
+    if not mla_prefill.supports(q_nope, q_pe, v_b):
+        return Partial(*jax.lax.platform_dependent(*arrays, cpu=small, default=large))
+
+    def kernel(q_nope, q_pe, rows, query_positions):
+        seen = slots_seen(keys._replace(rows=rows, query_positions=query_positions))
+        return mla_prefill.attend_expanded_tiles(q_nope, q_pe, rows, seen, k_b, v_b, scale)
+
+    return Partial(*jax.lax.platform_dependent(*arrays, cpu=small, cuda=kernel, default=large))
 
 
 def _absorbed(query: Float[Array, "B H T Z"], keys: Keys, latent: int, scale: float) -> Partial:

@@ -6,19 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kimi_jax.kernels import delta_step
+from kimi_jax.kernels import delta_chunks, delta_step
 from kimi_jax.ops import delta_rule
 from kimi_jax.ops.norm import gated_rms_norm, l2_norm
-from kimi_jax.ops.short_conv import short_conv
+from kimi_jax.ops.short_conv import history_after, short_conv
 
 
 def mix_heads(*arrays: Array, lower_bound: float | None, eps: float) -> tuple[Array, Array, Array]:
-    """`mix_heads_plain` in the form that is fastest where it runs: on CUDA one kernel for a token."""
-    op = partial(mix_heads_plain, lower_bound=lower_bound, eps=eps)
-    if not delta_step.supports(arrays[0]):
-        return op(*arrays)
-    kernel = partial(delta_step.mix_heads_step, lower_bound=lower_bound, eps=eps)
-    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=op)
+    """`mix_heads_plain` in the form that is fastest where it runs: on CUDA kernels, for one token or for many."""
+    about = dict(lower_bound=lower_bound, eps=eps)
+    op = partial(mix_heads_plain, **about)
+    if delta_step.supports(arrays[0]):
+        return jax.lax.platform_dependent(*arrays, cuda=partial(delta_step.mix_heads_step, **about), default=op)
+    if delta_chunks.supports(arrays[0]):
+        return jax.lax.platform_dependent(*arrays, cuda=partial(mix_heads_chunked, **about), default=op)
+    return op(*arrays)
 
 
 def mix_heads_plain(
@@ -58,6 +60,32 @@ def mix_heads_plain(
     out, recurrent = _recur(q, k, v.astype(jnp.float32), g, beta, recurrent)
     out = out.astype(qkv.dtype).astype(jnp.float32)
     return gated_rms_norm(out, gate, o_norm, eps).astype(qkv.dtype), conv_state, recurrent
+
+
+def mix_heads_chunked(
+    qkv: Float[Array, "B T H 3 K"],
+    f: Float[Array, "B T H K"],
+    b: Float[Array, "B T H"],
+    gate: Float[Array, "B T H V"],
+    conv_weight: Float[Array, "H 3 K W"],
+    a_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
+    o_norm: Float[Array, " V"],
+    conv_state: Float[Array, "B W-1 H 3 K"],
+    recurrent: Float[Array, "B H K V"],
+    counts: Int[Array, " B"],
+    *,
+    lower_bound: float | None,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B W-1 H 3 K"], Float32[Array, "B H K V"]]:
+    """`mix_heads_plain` through `kernels.delta_chunks`: bfloat16 operands, float32 sums and state."""
+    out, recurrent = delta_chunks.mix_chunks(
+        qkv, f, b, conv_weight, a_log, dt_bias, conv_state, recurrent, counts, lower_bound=lower_bound,
+        interpret=interpret,
+    )  # fmt: skip
+    out = gated_rms_norm(out.astype(jnp.float32), gate, o_norm, eps).astype(qkv.dtype)
+    return out, history_after(qkv, conv_state, counts), recurrent
 
 
 def _recur(q, k, v, g, beta, state):

@@ -5,7 +5,6 @@ A row of the batch is right-padded: only its first `counts` tokens are real.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -35,5 +34,19 @@ def short_conv(
     y = sum(taps[..., i] * inputs[:, i : i + tokens].astype(jnp.float32) for i in range(width))
     y = jnp.where(real, jax.nn.silu(y), 0).astype(x.dtype)
 
-    history = jax.vmap(lambda row, count: lax.dynamic_slice_in_dim(row, count, width - 1))(inputs, counts)
-    return y, history
+    return y, history_after(x, history, counts)
+
+
+def history_after(
+    x: Float[Array, "B T *C"], history: Float[Array, "B P *C"], counts: Int[Array, "B"]
+) -> Float[Array, "B P *C"]:
+    """The last P = Wc - 1 real inputs of each row, of which the first counts[b] of x are real; see `short_conv`."""
+    if x.shape[1] == 0:
+        return history.astype(x.dtype)
+    channel_axes = tuple(range(2, x.ndim))
+    past = history.shape[1]
+    token = counts[:, None] - past + jnp.arange(past, dtype=jnp.int32)[None]
+    row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    new = x[row, jnp.clip(token, 0)]
+    old = history[row, jnp.clip(token + past, 0, past - 1)]
+    return jnp.where(jnp.expand_dims(token >= 0, channel_axes), new, old.astype(x.dtype))
