@@ -1,5 +1,6 @@
 """One rank alone: its bytes and its work are those of one rank among the others."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ def _shape(model, *path):
 def test_a_rank_of_k3_holds_what_the_plan_says_at_the_widths_that_the_layout_gives():
     layout = helix(1, 16)
     model = RankModel(K3, layout)
-    leaves = layouts.jax.tree.leaves(model.abstract())
+    leaves = jax.tree.leaves(model.abstract())
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == plan(K3, layout).weights
     kda, mla, dense, moe = (
         ("layers", 0, "attention"),
@@ -45,7 +46,7 @@ def test_a_rank_of_k3_holds_what_the_plan_says_at_the_widths_that_the_layout_giv
     context, batch = 1 << 20, 8
     cache = model.cache_structs(batch, context)
     made = plan(K3, layout, batch=batch, context=context)
-    bytes_held = sum(x.size * x.dtype.itemsize for x in layouts.jax.tree.leaves(cache.layers))
+    bytes_held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
     assert bytes_held == made.kv_cache + made.kda_state + made.conv_state
     assert cache.layers[3].rows.shape == (8, 1, 65536, 576)
 
@@ -54,8 +55,8 @@ def test_a_rank_alone_does_the_work_of_a_rank_among_others():
     config = layouts.SMALL_K3
     executables = []
     for model in (RankModel(config, LAYOUT, "float32"), Model(config, LAYOUT, "float32")):
-        model.params = layouts.jax.tree.map(
-            lambda x, at: layouts.jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        model.params = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
             model.abstract(),
             model.shardings(),
         )
@@ -67,6 +68,7 @@ def test_a_rank_alone_does_the_work_of_a_rank_among_others():
     assert flops[0] == pytest.approx(flops[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_alone_decodes():
     model = RankModel(layouts.SMALL_K3, LAYOUT, "float32")
     model.fill()

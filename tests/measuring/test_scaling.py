@@ -12,8 +12,7 @@ from kimi_jax.measuring.machine import Machine, Timing
 from kimi_jax.measuring.timing import Row, room
 from kimi_jax.planning.collectives import Found
 from kimi_jax.planning.plan import plan
-from tests.layouts import SMALL, SMALL_K3
-from tests.layouts import helix as helix
+from tests.layouts import SMALL, SMALL_K3, helix
 
 K3, LINEAR = Config.named("kimi-k3"), Config.named("kimi-linear-48b")
 
