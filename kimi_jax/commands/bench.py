@@ -63,15 +63,8 @@ def run(args: argparse.Namespace) -> None:
     if args.peer:
         from kimi_jax.measuring.peer import described
 
-        report.peer = "; ".join(
-            [
-                described(),
-                *(
-                    f"{what} {batch} x {context}: out of memory"
-                    for what, batch, context in measured.keys() - peer.keys()
-                ),
-            ]
-        )
+        lost = [f"{what} {batch} x {context}: out of memory" for what, batch, context in measured.keys() - peer.keys()]
+        report.peer = "; ".join([described(), *lost])
     _show(report, args)
 
 

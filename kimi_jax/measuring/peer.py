@@ -19,9 +19,8 @@ STEPS = 16
 def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Time transformers on a job -> a dict for each measurement, with `what`, `batch`, `context` and `seconds`.
 
-    seconds: None where the device's memory was not enough.
-
-    job: config (a hub config) or checkpoint (a folder), dtype, decode and prefill (lists of [batch, tokens]).
+    job: config (a hub config) or checkpoint (a folder), dtype, decode and prefill (lists of [batch, tokens]). seconds:
+    None where the device's memory was not enough.
 
     Raises ValueError with the end of its error output if the peer fails.
     """

@@ -9,8 +9,9 @@ neighbours in time, if they agree, or of what follows a norm.
 
 import re
 import tempfile
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,14 +67,23 @@ def profiled(call: Callable[[], Any], module: str) -> list[Event]:
         return [event for file in files for event in read_events(ProfileData.from_file(file), module)]
 
 
-def read_events(data: Any, module: str) -> Iterable[Event]:
+def read_events(data: Any, module: str) -> list[Event]:
     """The kernels and copies of a ProfileData, of one XLA module (and those that name none)."""
-    for plane in data.planes:
-        for line in plane.lines if "GPU" in plane.name else ():
-            for event in line.events if "Stream" in line.name else ():
-                about = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
-                if about.get("hlo_module", module) == module:
-                    yield Event(plane.name, event.name, about.get("hlo_op", ""), event.start_ns, event.duration_ns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib's own types lack a module, says Python 3.12
+        return [
+            Event(plane.name, event.name, about.get("hlo_op", ""), event.start_ns, event.duration_ns)
+            for plane in data.planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if "Stream" in line.name
+            for event in line.events
+            if (about := _about(event)).get("hlo_module", module) == module
+        ]
+
+
+def _about(event: Any) -> dict[str, Any]:
+    return {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
 
 
 def phase_times(

@@ -89,9 +89,7 @@ class Decoding:
         seconds = timed(self._burst, divide=BURST, before=look)
         hits = self._hits(hit)
         middle = context + STEPS // 2  # rows grow while they are timed: the floor is that of the middle
-        costs = decode_costs(
-            model.config, model.layout, str(model.dtype), self.batch, middle, hits.fullest if hits else 0
-        )
+        costs = decode_costs(model.config, model.layout, str(model.dtype), self.batch, middle, here(hits))
         room = stripes.capacity(self.capacity, model.layout.tokens_per_block, model.layout.cp)
         row = row_of("decode", machine, (self.batch, 1, context, room), seconds, costs, hits)
         if not phases:
