@@ -1,5 +1,6 @@
 """The steps that the runtime compiles: pure functions of the decoder and arrays. They know neither jit nor users."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +50,7 @@ def observe(
     decoder: Transformer, tokens: Int[Array, "B T"], counts: Int[Array, " B"], cache: Cache
 ) -> tuple[Observed, Cache]:
     """Feed tokens as `extend` does, and look on."""
-    heard: list[Array] = []
-    for block in decoder.layers:  # of this step's own copy of the modules
-        if isinstance(block.ffn, MoE):
-            setattr(block, "ffn", _Overheard(block.ffn, heard))  # noqa: B010  (not the type it declares)
+    heard = overhear(decoder, MoE.margins)
     chunk = Chunk(cache.lengths, counts)
     entered = Stream(decoder.enter(tokens, chunk))
     streams, layers = zip(*decoder.walk(entered, chunk, cache.layers), strict=True)
@@ -61,14 +59,25 @@ def observe(
     return Observed(decoder.head(decoder.finish(streams[-1])), hidden, margins), Cache(layers, cache.lengths + counts)
 
 
-class _Overheard:
-    """A MoE that also says how near its routing was."""
+def overhear(decoder: Transformer, listen: Callable[[MoE, Array], Array]) -> list[Array]:
+    """Let listen(moe, its input) run before each MoE of a step's own copy of the modules -> where its answers will be,
+    in the order of the layers.
+    """
+    heard: list[Array] = []
+    for block in decoder.layers:
+        if isinstance(block.ffn, MoE):
+            setattr(block, "ffn", _Overheard(block.ffn, listen, heard))  # noqa: B010  (not the type it declares)
+    return heard
 
-    def __init__(self, moe: MoE, heard: list[Array]):
-        self.moe, self.heard = moe, heard
+
+class _Overheard:
+    """A MoE to whose input somebody listens."""
+
+    def __init__(self, moe: MoE, listen: Callable[[MoE, Array], Array], heard: list[Array]):
+        self.moe, self.listen, self.heard = moe, listen, heard
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        self.heard.append(self.moe.margins(x))
+        self.heard.append(self.listen(self.moe, x))
         return self.moe(x)
 
 

@@ -104,6 +104,8 @@ def test_explain_prints_text_and_json(capsys):
         ("generate --prompt x --checkpoint {tiny}/config.json", "config.json is a file: give the folder"),
         ("generate --prompt x --checkpoint absent", "absent: no such folder"),
         ("disk /absent --size 5MB --rounds 1", "/absent"),
+        ("bench --scaling --prefill 8", "--scaling times decode steps of random weights"),
+        ("bench --config kimi-k3-rank-slice --prefill 8", "times decode steps of random weights alone"),
         ("bench --context 100 --capacity 5", "capacity=5 is too small: context 100 and the timed steps need"),
     ],
 )

@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 REPEATS = 3
@@ -17,7 +19,8 @@ STEPS = 16
 def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Time transformers on a job -> a dict for each measurement, with `what`, `batch`, `context` and `seconds`.
 
-    job: config (a hub config) or checkpoint (a folder), dtype, decode and prefill (lists of [batch, tokens]).
+    job: config (a hub config) or checkpoint (a folder), dtype, decode and prefill (lists of [batch, tokens]). seconds:
+    None where the device's memory was not enough.
 
     Raises ValueError with the end of its error output if the peer fails.
     """
@@ -29,6 +32,12 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
             raise ValueError("--peer transformers needs torch and transformers: pip install 'kimi_jax[parity]'")
         raise ValueError(f"the peer (transformers) failed: {done.stderr.strip()[-600:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def described() -> str:
+    """What `measure` runs here, with versions."""
+    kernels = "with" if find_spec("fla") else "without"
+    return f"transformers {version('transformers')}, torch {version('torch')}, {kernels} fla's kernels"
 
 
 def main(job: dict[str, Any]) -> None:
@@ -61,23 +70,30 @@ def main(job: dict[str, Any]) -> None:
             taken.append(time.perf_counter() - began)
         return statistics.median(taken)
 
+    def prefill(ids) -> float:
+        return timed(lambda: model(ids, use_cache=True, logits_to_keep=1))
+
+    def decode(ids) -> float:
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        held = {"token": out.logits[:, -1:].argmax(-1), "cache": out.past_key_values}
+
+        def steps() -> None:
+            for _ in range(STEPS):
+                out = model(held["token"], past_key_values=held["cache"], use_cache=True)
+                held["token"], held["cache"] = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+        return timed(steps) / STEPS
+
     with torch.inference_mode():
-        for batch, tokens in job["prefill"]:
-            ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=device)
-            seconds = timed(lambda ids=ids: model(ids, use_cache=True, logits_to_keep=1))
-            print(json.dumps({"what": "prefill", "batch": batch, "context": tokens, "seconds": seconds}), flush=True)
-        for batch, context in job["decode"]:
-            ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
-            out = model(ids, use_cache=True, logits_to_keep=1)
-            held = {"token": out.logits[:, -1:].argmax(-1), "cache": out.past_key_values}
-
-            def steps(held=held) -> None:
-                for _ in range(STEPS):
-                    out = model(held["token"], past_key_values=held["cache"], use_cache=True)
-                    held["token"], held["cache"] = out.logits[:, -1:].argmax(-1), out.past_key_values
-
-            seconds = timed(steps) / STEPS
-            print(json.dumps({"what": "decode", "batch": batch, "context": context, "seconds": seconds}), flush=True)
+        for what, run in (("prefill", prefill), ("decode", decode)):
+            for batch, context in job[what]:
+                ids = torch.randint(0, model.config.vocab_size, (batch, context), device=device)
+                try:
+                    seconds = run(ids)
+                except torch.OutOfMemoryError:
+                    seconds = None
+                    torch.cuda.empty_cache()
+                print(json.dumps({"what": what, "batch": batch, "context": context, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,13 @@ def combine(part: Partial, stripe: Stripe) -> Float[Array, "B T Hc V"]:
     """Exchange partials over the stripes and merge: all heads over own keys -> own chunk of the heads over all keys.
 
     One all-to-all: the statistic travels as one more column of the output. Rank c of the axis receives heads
-    [c H/N, (c+1) H/N) of every rank, N = ranks. The bytes do not depend on the context.
+    [c H/N, (c+1) H/N) of every rank, N = ranks. The bytes do not depend on the context. On an axis of one device every
+    rank's chunk comes back to where it was sent from, whatever N is: `measuring.rank_slice` times one rank so.
     """
     B, T, H, V = part.out.shape
     packed = jnp.concatenate([part.out, part.lse[..., None]], axis=-1)
-    packed = packed.reshape(B, T, stripe.ranks, H // stripe.ranks, V + 1)
-    packed = jax.lax.all_to_all(packed, stripe.axis, split_axis=2, concat_axis=0)
+    packed = jnp.moveaxis(packed.reshape(B, T, stripe.ranks, H // stripe.ranks, V + 1), 2, 0)
+    packed = jax.lax.all_to_all(packed, stripe.axis, split_axis=0, concat_axis=0, tiled=True)
     return merge(Partial(packed[..., :V], packed[..., V]))
 
 
