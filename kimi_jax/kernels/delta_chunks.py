@@ -17,9 +17,6 @@ from jaxtyping import Array, Float, Float32, Int32
 from kimi_jax.kernels.delta_inputs import prepare
 
 CHUNK = 64
-COLUMNS = 64  # channels of a head that one program of `_factors` holds
-GENTLE_LEVELS = 4  # of LEVELS: blocks of 2^4 tokens
-GENTLE = -7.5  # a decay's binary logarithm; 8 tokens of it give 2^60, and its square is far from float32's end
 LEVELS = CHUNK.bit_length() - 1
 PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
 
@@ -83,8 +80,7 @@ def within_chunks(
 ) -> Chunks:
     """The part of `ops.delta_rule.delta_chunked` that does not need the state, for all chunks at once.
 
-    In three kernels, so that each holds little enough for several programs to share a multiprocessor and hide each
-    other's waiting: how the tokens of a chunk meet, the inverse, and what follows for some of the channels.
+    In two kernels, since one would need more registers than there are: how the tokens of a chunk meet, then the rest.
     """
     B, T, H, _, K = mixed.shape
     M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
@@ -94,20 +90,17 @@ def within_chunks(
 
     call = functools.partial(
         pl.pallas_call,
+        grid=(M, H, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
     )
     square = struct(C, C, dtype=jnp.float32)
-    products, mixing = call(_products, out_shape=(square, struct(C, C)), grid=(M, H, B), name="kda_chunk_products")(
-        mixed, g, b
-    )
-    inverse = call(_inverse, out_shape=struct(C, C), grid=(M, H, B), name="kda_chunk_inverse")(products)
+    products, mixing = call(_products, out_shape=(square, struct(C, C)), name="kda_chunk_products")(mixed, g, b)
     *factors, decay = call(
         _factors,
         out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
-        grid=(K // COLUMNS * M, H, B),
         name="kda_chunk_factors",
-    )(mixed, g, b, inverse)
+    )(mixed, g, b, products)
     return Chunks(*factors, mixing, decay)
 
 
@@ -115,87 +108,73 @@ def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
     """A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M[t, j] of q likewise, no beta, j <= t.
 
     Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
-    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product. Where no decay is
-    strong, all of a block of 16 can meet at its middle at once: one of the sums is then >= 0, but not too large.
+    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.
     """
     m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype, K = mixed_ref.dtype, mixed_ref.shape[-1]
+    dtype = mixed_ref.dtype
     t, j = _token_pairs()
-    g = _load(g_ref, row, m, h, width=K)
-    coarse = g.astype(dtype)
-
-    def meet(carry, where, decay, back):
-        keys, queries = carry
-        q, k = (_load(mixed_ref, row, m, h, i, width=K, volatile=True) for i in (0, 1))  # not kept between: too many
-        earlier = k * back
-        keys = jnp.where(where, _dot_t(k * decay, earlier), keys)
-        return keys, jnp.where(where, _dot_t(q * decay, earlier), queries)
+    coarse = _load(g_ref, row, m, h).astype(dtype)
 
     def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
+        keys, queries = carry
         decay = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
-        return meet(carry, (t ^ j) >> i == 1, decay, decay)
-
-    def gentle(carry):
-        sign = jnp.where((t >> GENTLE_LEVELS - 1) & 1 == 1, 1.0, -1.0)
-        exponent = _dot(jnp.where(_spans(t, j, GENTLE_LEVELS - 1), sign, 0.0).astype(dtype), coarse)
-        decay, back = jnp.exp2(exponent).astype(dtype), jnp.exp2(-exponent).astype(dtype)
-        return meet(carry, (t ^ j) >> GENTLE_LEVELS == 0, decay, back)
+        q, k = (_load(mixed_ref, row, m, h, part, volatile=True) for part in (0, 1))  # not kept: too many registers
+        of_keys, meet = k * decay, _halves_meet(t, j, i)
+        keys += jnp.where(meet, _dot_t(of_keys, of_keys), 0.0)
+        queries += jnp.where(meet, _dot_t(q * decay, of_keys), 0.0)
+        return keys, queries
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    near = functools.partial(lax.fori_loop, 0, GENTLE_LEVELS, level)
-    carry = lax.cond(jnp.min(g) >= GENTLE, gentle, near, (zero, zero))
-    keys, queries = lax.fori_loop(GENTLE_LEVELS, LEVELS, level, carry)
-    q, k = (_load(mixed_ref, row, m, h, i, width=K).astype(jnp.float32) for i in (0, 1))
+    keys, queries = lax.fori_loop(0, LEVELS, level, (zero, zero))
+    products_ref[row, m, h] = _beta(b_ref, row, m, h) * keys
+    q, k = (_load(mixed_ref, row, m, h, part).astype(jnp.float32) for part in (0, 1))
     own = jnp.sum(q * k, axis=1)[:, None]
-    products_ref[row, m, h] = jnp.where(j < t, _beta(b_ref, row, m, h) * keys, 0.0)
-    mixing_ref[row, m, h] = jnp.where(j < t, queries, jnp.where(t == j, own, 0.0)).astype(dtype)
+    mixing_ref[row, m, h] = (queries + jnp.where(t == j, own, 0.0)).astype(dtype)
 
 
-def _inverse(products_ref, inverse_ref):
+def _factors(mixed_ref, g_ref, b_ref, products_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
+    """The rest of `Chunks`: from (I + A)^-1, and from the decays since a chunk's start and up to its end."""
+    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    dtype = mixed_ref.dtype
+    t, j = _token_pairs()
+    inverse = _unit_lower_inverse(products_ref[row, m, h], t, j).astype(dtype)
+    beta = _beta(b_ref, row, m, h)
+    values = beta * _load(mixed_ref, row, m, h, 2).astype(jnp.float32)
+    values_ref[row, m, h] = _dot(inverse, values.astype(dtype)).astype(dtype)
+
+    g = _load(g_ref, row, m, h)
+    coarse, upto = g.astype(dtype), _ones(j <= t, dtype)
+    through = _dot(upto, coarse) + _dot(upto, (g - coarse.astype(jnp.float32)).astype(dtype))
+    total = jnp.sum(g, axis=0)
+    decay_ref[row, m, h] = jnp.exp2(total)
+    k = _load(mixed_ref, row, m, h, 1).astype(jnp.float32)
+    writers_ref[row, m, h] = (k * jnp.exp2(total[None, :] - through)).astype(dtype)
+    through = jnp.exp2(through)
+    erasers_ref[row, m, h] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
+    q = _load(mixed_ref, row, m, h, 0).astype(jnp.float32)
+    readers_ref[row, m, h] = (q * through).astype(dtype)
+
+
+def _unit_lower_inverse(a, t, j):
     """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
 
     [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
     """
-    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    t, j = _token_pairs()
-    products = products_ref[row, m, h]
 
     def level(i, inverse):
-        lower = jnp.where((t ^ j) >> i == 1, products, 0.0)
+        lower = jnp.where(_halves_meet(t, j, i), a, 0.0)
         return inverse - _dot(inverse, _dot(lower, inverse))
 
-    start = jnp.where(t == j, 1.0, 0.0) - jnp.where((t ^ j) == 1, products, 0.0)
-    inverse_ref[row, m, h] = lax.fori_loop(1, LEVELS, level, start).astype(inverse_ref.dtype)
+    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_halves_meet(t, j, 0), a, 0.0)
+    return lax.fori_loop(1, LEVELS, level, start)
 
 
-def _factors(mixed_ref, g_ref, b_ref, inverse_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
-    """The rest of `Chunks`, for some channels: from the inverse, and the decays from a chunk's start and to its end."""
-    parts = mixed_ref.shape[-1] // COLUMNS
-    program, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    m, start = lax.div(program, jnp.int32(parts)), lax.rem(program, jnp.int32(parts)) * COLUMNS
-    dtype, columns = mixed_ref.dtype, pl.ds(start, COLUMNS)
-    some = dict(start=start, width=COLUMNS)
-    t, j = _token_pairs()
-    inverse, beta = inverse_ref[row, m, h], _beta(b_ref, row, m, h)
-    q, k, v = (_load(mixed_ref, row, m, h, i, **some).astype(jnp.float32) for i in range(3))
-    values_ref[row, m, h, :, columns] = _dot(inverse, (beta * v).astype(dtype)).astype(dtype)
-
-    g = _load(g_ref, row, m, h, **some)
-    coarse, upto = g.astype(dtype), _ones(j <= t, dtype)
-    through = _dot(upto, coarse) + _dot(upto, (g - coarse.astype(jnp.float32)).astype(dtype))
-    total = jnp.sum(g, axis=0)
-    decay_ref[row, m, h, columns] = jnp.exp2(total)
-    writers_ref[row, m, h, :, columns] = (k * jnp.exp2(total[None, :] - through)).astype(dtype)
-    through = jnp.exp2(through)
-    readers_ref[row, m, h, :, columns] = (q * through).astype(dtype)
-    erasers_ref[row, m, h, :, columns] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
-
-
-def _load(ref, row, m, h, *i, start=0, width, volatile=False):
-    """Some of the channels of chunk m's tokens; zero past the last token."""
+def _load(ref, row, m, h, *part, volatile=False):
+    """A [C, K] of chunk m; zero past the last token."""
+    shape = CHUNK, ref.shape[-1]
     inside = (m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < ref.shape[1])[:, None]
-    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, i), pl.ds(start, width)]
-    return plgpu.load(at, mask=jnp.broadcast_to(inside, (CHUNK, width)), other=0.0, volatile=volatile)
+    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, part), :]
+    return plgpu.load(at, mask=jnp.broadcast_to(inside, shape), other=0.0, volatile=volatile)
 
 
 def _beta(b_ref, row, m, h):
@@ -213,11 +192,15 @@ def _ones(where, dtype):
 
 
 def _spans(t, j, i):
-    """Whether j's decay lies between t and the middle of the block of 2^(i+1) tokens that t is in.
+    """Whether j's decay lies between t and the middle of the block of 2^(i+1) tokens that t is in."""
+    middle = (t >> (i + 1) << (i + 1)) + (1 << i) - 1
+    return (j > jnp.minimum(t, middle)) & (j <= jnp.maximum(t, middle))
 
-    That is, whether j is in t's half of the block: up to t if it is the second half, after t if the first.
-    """
-    return ((t ^ j) >> i == 0) & ((j <= t) == ((t >> i) & 1 == 1))
+
+def _halves_meet(t, j, i):
+    """Whether t is in the second half and j in the first of one block of 2^(i+1) tokens."""
+    of_t = jnp.where((t >> i) & 1 == 1, t >> (i + 1), -1)
+    return of_t == jnp.where((j >> i) & 1 == 0, j >> (i + 1), -2)
 
 
 def across_chunks(
