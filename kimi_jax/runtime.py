@@ -33,8 +33,8 @@ Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lis
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Array:
-    """make(about, *arrays), a new array that is born on `sharding`; compiled once for each `about`."""
+def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Any:
+    """make(about, *arrays), new arrays that are born on `sharding`; compiled once for each `about`."""
     return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
 
 

@@ -25,6 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=numbers, default=[], help="prompt lengths to time")
     parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
     parser.add_argument("--phases", action="store_true", help="also how long each phase takes (profiler; on GPUs)")
+    parser.add_argument("--kernels", action="store_true", help="the kernels alone, beside their floors and errors")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
     group = parser.add_argument_group("scaling")
     group.add_argument("--scaling", action="store_true", help="every (tp, cp) of the devices here; CPUs only count")
@@ -45,6 +46,11 @@ def run(args: argparse.Namespace) -> None:
     start(args)
     if args.scaling:
         _show(_scaling(args), args)
+        return
+    if args.kernels:
+        from kimi_jax.measuring import kernels
+
+        _show(kernels.run(), args)
         return
     args.batch, args.context = args.batch or [1], args.context or [1024]
     if args.config == RANK_SLICE:

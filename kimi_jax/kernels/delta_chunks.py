@@ -96,12 +96,12 @@ def within_chunks(
     )
     square = struct(C, C, dtype=jnp.float32)
     products, mixing = call(_products, out_shape=(square, struct(C, C)), name="kda_chunk_products")(mixed, g, b)
-    *factors, decay = call(
+    erasers, readers, writers, values, decay = call(
         _factors,
         out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
         name="kda_chunk_factors",
     )(mixed, g, b, products)
-    return Chunks(*factors, mixing, decay)
+    return Chunks(erasers, readers, writers, values, mixing, decay)
 
 
 def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):

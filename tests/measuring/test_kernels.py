@@ -1,0 +1,33 @@
+"""The bench of the kernels alone."""
+
+import json
+
+import pytest
+
+from kimi_jax.measuring import kernels
+
+SMALL = {
+    "MLA decode": lambda: kernels.mla_decode(4, 512),
+    "MLA prefill": lambda: kernels.mla_prefill(2, 128),
+    "KDA step": lambda: kernels.kda(2, 1, 1),
+    "KDA chunks": lambda: kernels.kda(2, 1, 70),
+}
+
+
+def test_cases_are_timed_and_compared_with_float32():
+    report = kernels.run(make() for make in SMALL.values())
+    assert [line.name.split(",")[0] for line in report.lines] == list(SMALL)
+    for line in report.lines:
+        assert line.seconds > 0 and line.floor > 0
+        assert 0 < line.error < 1e-2
+    assert len(json.loads(report.to_json())["lines"]) == len(SMALL)
+
+
+def test_every_kernel_has_its_cases():
+    names = [case.name for case in kernels.all_cases()]
+    assert len(names) == len(set(names)) == 4 + 1 + 4 + 1 + 4 + 1
+
+
+@pytest.mark.parametrize(("tokens", "hit"), [(1, 8), (4096, 256)])
+def test_experts_hit_are_those_that_random_choices_reach(tokens, hit):
+    assert kernels.routed(tokens).bytes == pytest.approx(6 * 1024 * 2304 * hit, rel=1e-3)
