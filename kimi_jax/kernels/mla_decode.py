@@ -118,7 +118,7 @@ def merge_stretches(
     lses: Float32[Array, "B X H"],
     *,
     columns: int = 128,
-    step: int = 64,
+    step: int = 128,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """out = sum_x e^(lse_x - lse) out_x,  lse = ln sum_x e^lse_x, over the X stretches of a row's cache."""
