@@ -217,18 +217,18 @@ def _score(lse_ref, mem: Memory, at: Stretch, latent, scale):
     def scores_of(i, wait):
         def product(acc):
             _begin_scores(acc, mem, at, i, wait)
-            return _end_scores(acc, mem, at, i, latent) * scale
+            return _end_scores(acc, mem, at, i, latent)
 
         return pl.run_scoped(product, plgpu.ACC((TILE, N), jnp.float32))
 
     def whole_tile(i, top_total):
-        return _weigh(mem, at, i, scores_of(i, wait=True), *top_total)
+        return _weigh(mem, at, i, scale, scores_of(i, wait=True), *top_total)
 
     def cut_tile(i, top_total):
         _clear_unseen(mem, at, i)
         slots = plgpu.broadcasted_iota(jnp.int32, (TILE, N), 0, layout=WGMMA) + i * TILE
         scores = jnp.where(slots < at.length, scores_of(i, wait=False), -jnp.inf)
-        return _weigh(mem, at, i, scores, *top_total)
+        return _weigh(mem, at, i, scale, scores, *top_total)
 
     plgpu.barrier_wait(mem.query_full)
     top = plgpu.layout_cast(jnp.full((N,), EMPTY, jnp.float32), BY_HEAD)
@@ -278,11 +278,11 @@ def _clear_unseen(mem: Memory, at: Stretch, i):
     plgpu.commit_smem()
 
 
-def _weigh(mem: Memory, at: Stretch, i, scores, top, total):
-    new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+def _weigh(mem: Memory, at: Stretch, i, scale, scores, top, total):
+    """top: the largest scaled score so far; total: summed over the slots of a thread alone, threads meet at the end."""
+    new_top = jnp.maximum(top, jnp.max(scores, axis=0) * scale)
     keep = jnp.exp2(top - new_top)
-    p = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
-    # Summed over the slots of a thread alone; the threads' sums meet after the last tile.
+    p = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_top, scores.shape, [1]))
     total = total * lax.broadcast_in_dim(keep, p.shape, [1]) + p
     _hand_over(mem, at, i, keep, p)
     return new_top, total
