@@ -58,7 +58,7 @@ def attend_absorbed_step(
         kernel,
         out_shape=(
             jax.ShapeDtypeStruct((B, splits, H, latent), jnp.float32),
-            jax.ShapeDtypeStruct((B, H, splits), jnp.float32),
+            jax.ShapeDtypeStruct((B, splits, H), jnp.float32),
         ),
         grid=(head_blocks, splits, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
@@ -66,7 +66,7 @@ def attend_absorbed_step(
         name="mla_attend_stretch",
     )(query, rows, lengths)
     if splits == 1:
-        return outs, jnp.swapaxes(lses, 1, 2)
+        return outs, lses
     return merge_stretches(outs, lses, interpret=interpret)
 
 
@@ -110,17 +110,22 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, *, latent, s
     safe = jnp.where(total > 0, total, 1.0)
     plgpu.store(out_ref.at[b, split, some, :], (weighted / safe[None, :]).T, mask=here)
     lse = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
-    plgpu.store(lse_ref.at[b, some, split], lse, mask=heads < H)
+    plgpu.store(lse_ref.at[b, split, some], lse, mask=heads < H)
 
 
 def merge_stretches(
-    outs: Float32[Array, "B X H R"], lses: Float32[Array, "B H X"], *, interpret: bool = False
+    outs: Float32[Array, "B X H R"],
+    lses: Float32[Array, "B X H"],
+    *,
+    columns: int = 128,
+    step: int = 128,
+    interpret: bool = False,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """out = sum_x e^(lse_x - lse) out_x,  lse = ln sum_x e^lse_x, over the X stretches of a row's cache."""
     B, _, H, R = outs.shape
-    columns = min(R, 128)
+    columns = min(R, columns)
     return pl.pallas_call(
-        functools.partial(_merge, columns=columns, step=64),
+        functools.partial(_merge, columns=columns, step=step),
         out_shape=(
             jax.ShapeDtypeStruct((B, 1, H, R), jnp.float32),
             jax.ShapeDtypeStruct((B, 1, H), jnp.float32),
@@ -137,7 +142,7 @@ def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, columns, step):
     X = outs_ref.shape[1]
     width = pl.next_power_of_2(X)
     at = jnp.arange(width, dtype=jnp.int32)
-    lses = plgpu.load(lses_ref.at[b, h, pl.ds(b * 0, width)], mask=at < X, other=-jnp.inf)
+    lses = plgpu.load(lses_ref.at[b, pl.ds(b * 0, width), h], mask=at < X, other=-jnp.inf)
     top = jnp.max(lses)
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)
     total = jnp.sum(jnp.exp(lses - safe_top))
@@ -145,7 +150,7 @@ def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, columns, step):
 
     def fold(i, weighted):
         at = i * step + jnp.arange(step, dtype=jnp.int32)
-        lse = plgpu.load(lses_ref.at[b, h, pl.ds(i * step, step)], mask=at < X, other=-jnp.inf)
+        lse = plgpu.load(lses_ref.at[b, pl.ds(i * step, step), h], mask=at < X, other=-jnp.inf)
         out = plgpu.load(outs_ref.at[b, pl.ds(i * step, step), h, some], mask=(at < X)[:, None], other=0.0)
         return weighted + jnp.sum(jnp.exp(lse - safe_top)[:, None] * out, axis=0)
 

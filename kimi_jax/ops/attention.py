@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kimi_jax.kernels import mla_decode, mla_prefill
+from kimi_jax.kernels import mla_decode, mla_decode_hopper, mla_prefill
 from kimi_jax.ops.linear import project
 
 KEY_BLOCK = 256  # cache slots a step of the loop; bounds the scores held at once
@@ -68,10 +68,15 @@ def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, sca
         heads_first = query.swapaxes(1, 2)
         return tuple(_absorbed(heads_first, keys._replace(rows=rows, lengths=lengths), latent, scale))
 
-    if not mla_decode.supports(query, latent):
-        return Partial(*op(query, keys.rows, keys.lengths))
-    kernel = partial(mla_decode.attend_absorbed_step, latent=latent, scale=scale)
-    return Partial(*jax.lax.platform_dependent(query, keys.rows, keys.lengths, cuda=kernel, default=op))
+    arrays = (query, keys.rows, keys.lengths)
+    if mla_decode_hopper.runs_here() and mla_decode_hopper.supports(query, latent):
+        kernel = mla_decode_hopper.attend_absorbed_hopper
+    elif mla_decode.supports(query, latent):
+        kernel = mla_decode.attend_absorbed_step
+    else:
+        return Partial(*op(*arrays))
+    kernel = partial(kernel, latent=latent, scale=scale)
+    return Partial(*jax.lax.platform_dependent(*arrays, cuda=kernel, default=op))
 
 
 def attend_expanded(
