@@ -25,7 +25,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=numbers, default=[], help="prompt lengths to time")
     parser.add_argument("--peer", choices=("transformers",), help="time transformers on the same shapes first")
     parser.add_argument("--phases", action="store_true", help="also how long each phase takes (profiler; on GPUs)")
-    parser.add_argument("--kernels", action="store_true", help="the kernels alone, beside their floors and errors")
+    parser.add_argument(
+        "--kernels", nargs="?", const="", metavar="NAME", help="the kernels alone, or those named so: floors and errors"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a file")
     group = parser.add_argument_group("scaling")
     group.add_argument("--scaling", action="store_true", help="every (tp, cp) of the devices here; CPUs only count")
@@ -47,10 +49,8 @@ def run(args: argparse.Namespace) -> None:
     if args.scaling:
         _show(_scaling(args), args)
         return
-    if args.kernels:
-        from kimi_jax.measuring import kernels
-
-        _show(kernels.run(), args)
+    if args.kernels is not None:
+        _show(_kernels(args.kernels), args)
         return
     args.batch, args.context = args.batch or [1], args.context or [1024]
     if args.config == RANK_SLICE:
@@ -102,6 +102,17 @@ def _scaling(args: argparse.Namespace):
         minutes=float(args.minutes),
         after_each=lambda report: _write(report, args),
     )
+
+
+def _kernels(name: str):
+    """The kernels whose names begin so."""
+    from kimi_jax.measuring import kernels
+
+    cases = [case for case in kernels.all_cases() if case.name.lower().startswith(name.lower())]
+    if not cases:
+        names = ", ".join(sorted({case.name.split(",")[0] for case in kernels.all_cases()}))
+        raise ValueError(f"--kernels {name}: no kernel is called so; there are {names}")
+    return kernels.run(cases)
 
 
 def _rank_slice(args: argparse.Namespace):
