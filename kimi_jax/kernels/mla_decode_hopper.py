@@ -48,6 +48,7 @@ def attend_absorbed_hopper(
     columns: int | None = None,
     ring: int | None = None,
     splits: int | None = None,
+    early: bool = False,
     auto_barriers: bool = True,
     interpret: Any = None,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
@@ -75,7 +76,7 @@ def attend_absorbed_hopper(
         raise ValueError(f"ring={ring} does not hold a tile of {Z // columns} chunks: give at least as many")
     query = jnp.pad(query, ((0, 0), (0, 0), (0, blocks * N - H), (0, 0)))
     outs, lses = plgpu.kernel(
-        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits),
+        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, early=early),
         out_type=(
             jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.float32),
             jax.ShapeDtypeStruct((B, splits, blocks * N), jnp.float32),
@@ -154,7 +155,7 @@ class Stretch(NamedTuple):
         return lax.rem(i - self.first, 2)
 
 
-def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits):
+def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, early):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
     N, Z = mem.query.shape
     depth, _, columns = mem.ring.shape
@@ -181,12 +182,12 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
     @pl.when(role == FIRST_HALF)
     def _first_half():
         _set_registers(held)
-        _sum_weighted(out_ref, mem, at, 0, latent // 2)
+        _sum_weighted(out_ref, mem, at, 0, latent // 2, early)
 
     @pl.when(role == SECOND_HALF)
     def _second_half():
         _set_registers(held)
-        _sum_weighted(out_ref, mem, at, latent // 2, latent // 2)
+        _sum_weighted(out_ref, mem, at, latent // 2, latent // 2, early)
 
 
 def _copy(q_ref, rows_ref, mem: Memory, at: Stretch):
@@ -302,7 +303,7 @@ def _hand_over(mem: Memory, at: Stretch, i, keep, p=None):
     plgpu.barrier_arrive(mem.weights_full.at[turn])
 
 
-def _sum_weighted(out_ref, mem: Memory, at: Stretch, low, height):
+def _sum_weighted(out_ref, mem: Memory, at: Stretch, low, height, early):
     """out[low : low + height], transposed: the latents are the rows of the products."""
     N, columns = mem.query.shape[0], mem.ring.shape[2]
     parts = [divmod(low + j * TILE, columns) for j in range(height // TILE)]
@@ -319,10 +320,11 @@ def _sum_weighted(out_ref, mem: Memory, at: Stretch, low, height):
             for j, (c, start) in enumerate(parts):
                 lat = mem.ring.at[at.place(i, c), :, pl.ds(start, TILE)]
                 plgpu.wgmma(acc_ref.at[pl.ds(j * TILE, TILE)], lat.T, mem.weights.at[turn].T)
+            for c, j in {c: j for j, (c, _) in enumerate(parts)}.items():  # each chunk's last product
+                plgpu.wgmma_wait(len(parts) - 1 - j if early else 0)
+                plgpu.barrier_arrive(mem.free.at[at.place(i, c)])
 
         acc = _accumulate(scaled(acc, turn), product)
-        for c in sorted({c for c, _ in parts}):
-            plgpu.barrier_arrive(mem.free.at[at.place(i, c)])
         plgpu.barrier_arrive(mem.weights_free.at[turn])
         return acc
 
