@@ -49,6 +49,7 @@ def attend_absorbed_hopper(
     ring: int | None = None,
     splits: int | None = None,
     early: bool = False,
+    multicast: bool = True,
     auto_barriers: bool = True,
     interpret: Any = None,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
@@ -76,7 +77,9 @@ def attend_absorbed_hopper(
         raise ValueError(f"ring={ring} does not hold a tile of {Z // columns} chunks: give at least as many")
     query = jnp.pad(query, ((0, 0), (0, 0), (0, blocks * N - H), (0, 0)))
     outs, lses = plgpu.kernel(
-        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, early=early),
+        functools.partial(
+            _attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, early=early, multicast=multicast
+        ),
         out_type=(
             jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.float32),
             jax.ShapeDtypeStruct((B, splits, blocks * N), jnp.float32),
@@ -87,7 +90,7 @@ def attend_absorbed_hopper(
         cluster_names=("block",),
         num_threads=4,
         thread_name="role",
-        scratch_types=[_memory(N, Z, columns, ring, blocks)],
+        scratch_types=[_memory(N, Z, columns, ring, blocks if multicast else 1)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=reducing, unsafe_no_auto_barriers=not auto_barriers
         ),
@@ -155,7 +158,9 @@ class Stretch(NamedTuple):
         return lax.rem(i - self.first, 2)
 
 
-def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, early):
+def _attend_stretch(
+    q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, early, multicast
+):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
     N, Z = mem.query.shape
     depth, _, columns = mem.ring.shape
@@ -172,7 +177,7 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
     @pl.when(role == COPIES)
     def _copies():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        _copy(q_ref, rows_ref, mem, at)
+        _copy(q_ref, rows_ref, mem, at, multicast)
 
     @pl.when(role == SCORES)
     def _scores():
@@ -190,9 +195,9 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
         _sum_weighted(out_ref, mem, at, latent // 2, latent // 2, early)
 
 
-def _copy(q_ref, rows_ref, mem: Memory, at: Stretch):
+def _copy(q_ref, rows_ref, mem: Memory, at: Stretch, multicast):
     columns = mem.ring.shape[2]
-    shared = "block" if lax.axis_size("block") > 1 else None
+    shared = "block" if multicast and lax.axis_size("block") > 1 else None
     plgpu.copy_gmem_to_smem(q_ref.at[at.b, 0, at.heads], mem.query, mem.query_full)
 
     @pl.loop(at.first, at.last)
