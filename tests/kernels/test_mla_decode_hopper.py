@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kimi_jax.kernels import mla_decode_hopper
+from kimi_jax.kernels import mla_decode_roles
 from kimi_jax.kernels.mla_decode_hopper import attend_absorbed_hopper, supports
 from kimi_jax.ops.attention import Keys, attend_absorbed
 
@@ -37,7 +37,7 @@ def _accumulate(acc, product):
     [(3, {"splits": 1, "columns": 64}), (72, {"splits": 7, "ring": 1})],
 )
 def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
-    monkeypatch.setattr(mla_decode_hopper, "_accumulate", _accumulate)  # interpret mode has no run_state
+    monkeypatch.setattr(mla_decode_roles, "_accumulate", _accumulate)  # interpret mode has no run_state
     query, rows, lengths = _inputs(heads)
     keys = Keys(rows.astype(jnp.float32), lambda slots: slots, (lengths - 1)[:, None], lengths)
     want = attend_absorbed(query.astype(jnp.float32), keys, R, 0.1)
