@@ -86,7 +86,7 @@ def form_weights(lse_ref, mem: Memory, at: Stretch, latent, scale):
             _begin_scores(acc, mem, at, i, wait)
             return _end_scores(acc, mem, at, i, latent)
 
-        return pl.run_scoped(product, plgpu.ACC((TILE, N), jnp.float32))
+        return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((TILE, N), jnp.float32))
 
     def whole_tile(i, top_total):
         return _weigh(mem, at, i, scale, scores_of(i, wait=True), *top_total)
@@ -140,7 +140,7 @@ def _clear_unseen(mem: Memory, at: Stretch, i):
         plgpu.barrier_wait(mem.full.at[at.place(i, c)])
         for start in range(0, mem.ring.shape[2], TILE):
             part = mem.ring.at[at.place(i, c), :, pl.ds(start, TILE)]
-            x = plgpu.load(part, layout=WGMMA)
+            x = plgpu.layout_cast(part[...], WGMMA)
             part[...] = jnp.where(seen, x, jnp.zeros_like(x))
     plgpu.commit_smem()
 
@@ -175,7 +175,7 @@ def sum_weighted(out_ref, mem: Memory, at: Stretch, low, height, early):
     parts = [divmod(low + j * TILE, columns) for j in range(height // TILE)]
 
     def scaled(acc, turn):
-        keep = plgpu.load(mem.keep.at[turn], layout=BY_HEAD)
+        keep = plgpu.layout_cast(mem.keep.at[turn][...], BY_HEAD)
         return acc * lax.broadcast_in_dim(keep, acc.shape, [1])
 
     def fold(i, acc):
@@ -206,4 +206,4 @@ def sum_weighted(out_ref, mem: Memory, at: Stretch, low, height, early):
 
 def _accumulate(acc, product):
     """acc plus the products; in a function of its own because interpret mode has no run_state."""
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(acc))
