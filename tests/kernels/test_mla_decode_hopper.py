@@ -1,19 +1,22 @@
 """The Hopper MLA decode kernel, interpreted where JAX can do it, against `attend_absorbed` in float32."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kimi_jax.kernels import mla_decode_hopper
+from kimi_jax.kernels import mla_decode_roles
 from kimi_jax.kernels.mla_decode_hopper import attend_absorbed_hopper, supports
 from kimi_jax.ops.attention import Keys, attend_absorbed
 
 S, R, P = 300, 128, 64
 LENGTHS = np.array([193, 0, 64, 1], np.int32)
+InterpretGPUParams: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no interpret mode for Mosaic GPU kernels"
+    InterpretGPUParams is None, reason="this JAX has no interpret mode for Mosaic GPU kernels"
 )
 
 
@@ -28,7 +31,7 @@ def _accumulate(acc, product):
         product(ref)
         return ref[...]
 
-    return acc + pl.run_scoped(from_zero, plgpu.ACC(acc.shape, jnp.float32))
+    return acc + pl.run_scoped(from_zero, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
 
 
 @interpreted
@@ -37,14 +40,14 @@ def _accumulate(acc, product):
     [(3, {"splits": 1, "columns": 64}), (72, {"splits": 7, "ring": 1})],
 )
 def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
-    monkeypatch.setattr(mla_decode_hopper, "_accumulate", _accumulate)  # interpret mode has no run_state
+    monkeypatch.setattr(mla_decode_roles, "_accumulate", _accumulate)  # interpret mode has no run_state
     query, rows, lengths = _inputs(heads)
     keys = Keys(rows.astype(jnp.float32), lambda slots: slots, (lengths - 1)[:, None], lengths)
     want = attend_absorbed(query.astype(jnp.float32), keys, R, 0.1)
 
     # What lies behind a row's length is nobody's business.
     stale = rows.at[0, :, 193:].set(jnp.nan).at[1].set(jnp.nan).at[2, :, 64:].set(jnp.nan).at[3, :, 1:].set(jnp.nan)
-    out, lse = attend_absorbed_hopper(query, stale, lengths, R, 0.1, interpret=plgpu.InterpretGPUParams(), **options)
+    out, lse = attend_absorbed_hopper(query, stale, lengths, R, 0.1, interpret=InterpretGPUParams(), **options)
     seen = LENGTHS > 0
     np.testing.assert_array_equal(out[1], 0)
     assert np.all(np.isneginf(np.asarray(lse)[~seen]))
@@ -62,6 +65,8 @@ def test_hopper_kernel_takes_one_token_in_whole_tiles():
     query, _, _ = _inputs(3)
     assert supports(query, R)
     assert not supports(jnp.concatenate([query, query], 1), R)
+    assert supports(jnp.tile(query, (1, 1, 42, 1)), R)
+    assert not supports(jnp.tile(query, (1, 1, 43, 1)), R)
     assert not supports(query, 64)
     assert not supports(query[..., :-16], R)
     assert not supports(query.astype(jnp.float32), R)
