@@ -32,8 +32,12 @@ def supports(query: Float[Array, "B T H Z"], latent: int) -> bool:
 
 
 def runs_here() -> bool:
-    """Whether this process's devices are Hopper GPUs: a lowering knows "cuda" only, and wgmma is of that generation."""
-    return getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+    """Whether this process's devices are Hopper GPUs (a lowering knows "cuda" only) and this JAX can compile for them.
+
+    JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads' statistics.
+    """
+    hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+    return hopper and jax.__version_info__[:2] == (0, 11)
 
 
 def attend_absorbed_hopper(
@@ -43,13 +47,9 @@ def attend_absorbed_hopper(
     latent: int,
     scale: float,
     *,
-    head_block: int = MOST_HEADS,
     columns: int | None = None,
     ring: int | None = None,
     splits: int | None = None,
-    early: bool = False,
-    multicast: bool = True,
-    auto_barriers: bool = True,
     interpret: Any = None,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """score_s = scale (q_h . row_s)    out = sum_s softmax(score)_s row_s[:latent]    lse = ln sum_s exp(score_s)
@@ -66,7 +66,7 @@ def attend_absorbed_hopper(
     split as in flash-decoding (Dao et al. 2023), the roles as in FlashAttention-3 (arXiv 2407.08608).
     """
     B, _, H, Z = query.shape
-    blocks = pl.cdiv(H, head_block)
+    blocks = pl.cdiv(H, MOST_HEADS)
     N = pl.cdiv(H, blocks * 8) * 8
     splits = splits or max(1, min(PROGRAMS // (B * blocks), pl.cdiv(rows.shape[2], TILE)))
     columns = columns or (3 * TILE if Z % (3 * TILE) == 0 else TILE)
@@ -76,9 +76,7 @@ def attend_absorbed_hopper(
         raise ValueError(f"ring={ring} does not hold a tile of {Z // columns} chunks: give at least as many")
     query = jnp.pad(query, ((0, 0), (0, 0), (0, blocks * N - H), (0, 0)))
     outs, lses = plgpu.kernel(
-        functools.partial(
-            _attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, early=early, multicast=multicast
-        ),
+        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits),
         out_type=(
             jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.float32),
             jax.ShapeDtypeStruct((B, splits, blocks * N), jnp.float32),
@@ -89,10 +87,8 @@ def attend_absorbed_hopper(
         cluster_names=("block",),
         num_threads=4,
         thread_name="role",
-        scratch_types=[_memory(N, Z, columns, ring, blocks if multicast else 1)],
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=reducing, unsafe_no_auto_barriers=not auto_barriers
-        ),
+        scratch_types=[_memory(N, Z, columns, ring, blocks)],
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reducing),
         interpret=interpret,
         kernel_name="mla_attend_stretch_hopper",
     )(query, rows, lengths)
@@ -122,9 +118,7 @@ def _memory(N, Z, columns, ring, blocks) -> Memory:
     )
 
 
-def _attend_stretch(
-    q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, early, multicast
-):
+def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
     N, Z = mem.query.shape
     depth, _, columns = mem.ring.shape
@@ -141,7 +135,7 @@ def _attend_stretch(
     @pl.when(role == COPIES)
     def _copies():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        copy_tiles(q_ref, rows_ref, mem, at, multicast)
+        copy_tiles(q_ref, rows_ref, mem, at)
 
     @pl.when(role == SCORES)
     def _scores():
@@ -151,12 +145,12 @@ def _attend_stretch(
     @pl.when(role == FIRST_HALF)
     def _first_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, 0, latent // 2, early)
+        sum_weighted(out_ref, mem, at, 0, latent // 2)
 
     @pl.when(role == SECOND_HALF)
     def _second_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, latent // 2, latent // 2, early)
+        sum_weighted(out_ref, mem, at, latent // 2, latent // 2)
 
 
 def _set_registers(n):

@@ -55,10 +55,10 @@ class Stretch(NamedTuple):
         return lax.rem(i - self.first, 2)
 
 
-def copy_tiles(q_ref, rows_ref, mem: Memory, at: Stretch, multicast):
+def copy_tiles(q_ref, rows_ref, mem: Memory, at: Stretch):
     """The queries, then tile after tile into the ring, each chunk as soon as its place was given back by all."""
     columns = mem.ring.shape[2]
-    shared = "block" if multicast and lax.axis_size("block") > 1 else None
+    shared = "block" if lax.axis_size("block") > 1 else None
     plgpu.copy_gmem_to_smem(q_ref.at[at.b, 0, at.heads], mem.query, mem.query_full)
 
     @pl.loop(at.first, at.last)
@@ -169,7 +169,7 @@ def _hand_over(mem: Memory, at: Stretch, i, keep, p=None):
     plgpu.barrier_arrive(mem.weights_full.at[turn])
 
 
-def sum_weighted(out_ref, mem: Memory, at: Stretch, low, height, early):
+def sum_weighted(out_ref, mem: Memory, at: Stretch, low, height):
     """out[low : low + height], transposed: the latents are the rows of the products."""
     N, columns = mem.query.shape[0], mem.ring.shape[2]
     parts = [divmod(low + j * TILE, columns) for j in range(height // TILE)]
@@ -186,11 +186,10 @@ def sum_weighted(out_ref, mem: Memory, at: Stretch, low, height, early):
             for j, (c, start) in enumerate(parts):
                 lat = mem.ring.at[at.place(i, c), :, pl.ds(start, TILE)]
                 plgpu.wgmma(acc_ref.at[pl.ds(j * TILE, TILE)], lat.T, mem.weights.at[turn].T)
-            for c, j in {c: j for j, (c, _) in enumerate(parts)}.items():  # each chunk's last product
-                plgpu.wgmma_wait(len(parts) - 1 - j if early else 0)
-                plgpu.barrier_arrive(mem.free.at[at.place(i, c)])
 
         acc = _accumulate(scaled(acc, turn), product)
+        for c in sorted({c for c, _ in parts}):
+            plgpu.barrier_arrive(mem.free.at[at.place(i, c)])
         plgpu.barrier_arrive(mem.weights_free.at[turn])
         return acc
 
