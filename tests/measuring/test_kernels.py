@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from kimi_jax.measuring import kernels
@@ -26,6 +27,14 @@ def test_cases_are_timed_and_compared_with_float32():
 def test_every_kernel_has_its_cases():
     names = [case.name for case in kernels.all_cases()]
     assert len(names) == len(set(names)) == 4 + 1 + 4 + 1 + 4 + 1
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # by JAX 0.12
+@pytest.mark.parametrize("case", list(kernels.all_cases()), ids=lambda case: case.name)
+def test_every_kernel_lowers_for_cuda_with_this_jax(case):
+    shapes = jax.eval_shape(case.make, jax.random.key(0))
+    lowered = jax.jit(lambda *arrays: case.call(*arrays)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()
 
 
 @pytest.mark.parametrize(("tokens", "hit"), [(1, 8), (4096, 256)])
