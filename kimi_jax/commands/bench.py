@@ -50,6 +50,11 @@ def run(args: argparse.Namespace) -> None:
         _show(_scaling(args), args)
         return
     if args.kernels is not None:
+        given = [
+            name for name in ("config", "checkpoint", "peer", "prefill", "batch", "context") if getattr(args, name)
+        ]
+        if given:
+            raise ValueError(f"--kernels times sizes of its own: no {', '.join('--' + name for name in given)} with it")
         _show(_kernels(args.kernels), args)
         return
     args.batch, args.context = args.batch or [1], args.context or [1024]

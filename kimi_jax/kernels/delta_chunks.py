@@ -15,10 +15,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kimi_jax.kernels.delta_inputs import prepare
+from kimi_jax.kernels.device import PROGRAMS, hopper_or_newer
 
 CHUNK = 64
 LEVELS = CHUNK.bit_length() - 1
-PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
 
 
 class Chunks(NamedTuple):
@@ -38,7 +38,7 @@ class Chunks(NamedTuple):
 def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
     """Whether these kernels can stand in: many bfloat16 tokens, and a head width for whole matrix tiles."""
     K = qkv.shape[-1]
-    return qkv.shape[1] > 1 and qkv.dtype == jnp.bfloat16 and K in (64, 128)
+    return qkv.shape[1] > 1 and qkv.dtype == jnp.bfloat16 and K in (64, 128) and hopper_or_newer()
 
 
 def mix_chunks(
@@ -58,10 +58,11 @@ def mix_chunks(
     """q, k, v = silu(conv(qkv));  S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  out = S^T q  for T tokens in turn.
 
     With q and k normalised, q scaled by K^-1/2. Operands of matrix products are bfloat16, sums float32, the state
-    float32: a relative error of about 4e-3. A token at or after counts[b] has decay 1 and writes nothing.
+    float32: a relative error of about 4e-3. A token at or after counts[b] has decay 1 and writes zeros, whatever finite
+    numbers it holds.
 
-    Floor: 2 (3 + 1 + 1) K bytes a token and head, or about 12 C K + 14 K^2 operations (C = CHUNK). Source: Kimi Linear
-    (arXiv 2510.26692), section 3, the chunkwise form, as written out in `ops.delta_rule.delta_chunked`.
+    Floor: 2 (3 + 1 + 1 + 1) K bytes and 6 K^2 + 5 K (C + 1) operations a token and head, C = CHUNK. Source: Kimi
+    Linear (arXiv 2510.26692), section 3, the chunkwise form, as written out in `ops.delta_rule.delta_chunked`.
     """
     mixed, g = prepare(
         qkv, f, conv_weight, a_log, dt_bias, conv_state, counts, lower_bound=lower_bound, interpret=interpret
@@ -79,6 +80,8 @@ def within_chunks(
     interpret: bool = False,
 ) -> Chunks:
     """The part of `ops.delta_rule.delta_chunked` that does not need the state, for all chunks at once.
+
+    g: the binary logarithms of the decays, as `prepare` gives them.
 
     In two kernels, since one would need more registers than there are: how the tokens of a chunk meet, then the rest.
     """
@@ -105,7 +108,7 @@ def within_chunks(
 
 
 def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
-    """A[t, j] = beta[t] sum_K k[t] k[j] exp(g[j+1] + .. + g[t]) for j < t;  M[t, j] of q likewise, no beta, j <= t.
+    """A[t, j] = beta[t] sum_K k[t] k[j] 2^(g[j+1] + .. + g[t]) for j < t;  M[t, j] of q likewise, no beta, j <= t.
 
     Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
     at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
+from kimi_jax.kernels.device import hopper_or_newer
 from kimi_jax.kernels.experts_product import products, weighted_sum
 
 MOST_TOKENS = 64
@@ -33,7 +34,7 @@ def supports_shared(hidden: int, shared: int) -> bool:
 
 def supports_widths(x: Float[Array, "N D"], hidden: int) -> bool:
     """Whether the widths and the dtype are those that the kernels, for few tokens and for many, are written for."""
-    return x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and hidden % 256 == 0
+    return x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and hidden % 256 == 0 and hopper_or_newer()
 
 
 def experts_few(

@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-PROGRAMS = 132  # one wave of an H100's or H200's multiprocessors
+from kimi_jax.kernels.device import PROGRAMS
+
 LOG2E = math.log2(math.e)
 
 

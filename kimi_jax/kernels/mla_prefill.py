@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kimi_jax.kernels.device import hopper_or_newer
 from kimi_jax.ops.linear import project
 
 EXPANDED_BYTES = 2**30  # of keys and values held at a time, unless one block of keys is more
@@ -26,7 +27,7 @@ def supports(q_nope: Float[Array, "B T H K"], q_pe: Float[Array, "B T H P"], v_b
     """Whether `attend_expanded_tiles` can stand in: many tokens in bfloat16, and widths that matrix units take."""
     widths = q_nope.shape[-1], q_pe.shape[-1], v_b.shape[1]
     fits = all(w >= 16 and w & (w - 1) == 0 for w in widths) and sum(widths) <= WIDEST
-    return q_nope.shape[1] > 1 and fits and q_nope.dtype == jnp.bfloat16
+    return q_nope.shape[1] > 1 and fits and q_nope.dtype == jnp.bfloat16 and hopper_or_newer()
 
 
 def attend_expanded_tiles(

@@ -1,4 +1,4 @@
-"""Time the kernels alone, at the sizes of Kimi Linear and Kimi K3, each beside its floor and its error.
+"""Time the kernels of attention, the delta rule and the experts alone, each beside its floor and its error.
 
 What is called is the op, so that the form is measured which the platform chooses. Times are of the device, from JAX's
 profiler, over inputs that together are larger than any cache; the clock's where there is no timeline (CPUs). Copies are
@@ -48,10 +48,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Line:
-    """A case that was timed: seconds of a call, the seconds that its bytes and operations take, its relative error."""
+    """A case that was timed: seconds of a call, by the device's clock or the host's; the seconds that its bytes and
+    operations take; its relative error.
+    """
 
     name: str
     seconds: float
+    clock: str
     floor: float
     error: float
 
@@ -69,13 +72,13 @@ class Report:
 
     def __repr__(self) -> str:
         rows = [
-            (line.name, f"{line.seconds * 1e6:,.1f}", f"{line.floor * 1e6:,.1f}", f"{line.floor / line.seconds:.0%}",
-             f"{line.error:.1e}")
+            (line.name, f"{line.seconds * 1e6:,.1f}", line.clock, f"{line.floor * 1e6:,.1f}",
+             f"{line.floor / line.seconds:.0%}", f"{line.error:.1e}")
             for line in self.lines
         ]  # fmt: skip
         head = f"{self.machine.device}: copies {self.machine.copy_rate / 1e12:.2f} TB/s, multiplies"
         head += f" {self.machine.matrix_rate / 1e12:,.0f} TFLOP/s"
-        return "\n".join([head, tables.text(["kernel", "us", "floor us", "of floor", "error"], rows)])
+        return "\n".join([head, tables.text(["kernel", "us", "clock", "floor us", "of floor", "error"], rows)])
 
 
 def run(cases: Iterable[Case]) -> Report:
@@ -196,7 +199,7 @@ def _time(case: Case, machine: Machine) -> Line:
     events = [event for event in profiled(all_sets, "jit_born") if not event.name.startswith("Memcpy")]
     spent = sum(event.duration for event in events) / 1e9 if events else timed(all_sets).median
     floor = max(case.bytes / machine.copy_rate, case.operations / machine.matrix_rate)
-    return Line(case.name, spent / len(sets), floor, error)
+    return Line(case.name, spent / len(sets), "device" if events else "host", floor, error)
 
 
 def _made(make: Callable[[Array], Sequence[Array]], key: Array) -> tuple[Array, ...]:

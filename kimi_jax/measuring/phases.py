@@ -134,7 +134,9 @@ class Instructions:
     def __init__(self, text: str):
         inside: dict[str, Counter[str]] = defaultdict(Counter)  # phases in a fused computation
         found: list[tuple[str, str, str | None, str | None]] = []  # name, name of its equals, phase, computation called
-        self.pallas: dict[str, str] = {}
+        self.own: dict[str, str] = {}  # by kernel name
+        self.equals: dict[str, str] = {}  # kernel name -> the name that it shares with its equals
+        self.shared: dict[str, list[str]] = defaultdict(list)  # that name -> their phases, in the order of the schedule
         computation = ""
         for line in text.splitlines():
             if line[:1] in "%E" and line.endswith("{"):
@@ -146,10 +148,8 @@ class Instructions:
                 if phase is not None:
                     inside[computation][phase] += 1
                 if kernel := re.search(r"/([\w.\-]+)/pallas_call", scope or ""):
-                    self.pallas[kernel[1]] = phase_of(scope or "")
-        self.own: dict[str, str] = {}  # by kernel name
-        self.equals: dict[str, str] = {}  # kernel name -> the name that it shares with its equals
-        self.shared: dict[str, list[str]] = defaultdict(list)  # that name -> their phases, in the order of the schedule
+                    self.equals[kernel[1]] = kernel[1]
+                    self.shared[kernel[1]].append(phase_of(scope or ""))
         for name, equals, phase, called in found:
             if phase is None and called is not None and inside[called]:
                 phase = inside[called].most_common(1)[0][0]  # fused, with no scope of its own: that of most inside
@@ -164,8 +164,6 @@ class Instructions:
             return COLLECTIVES
         if (exact := kernel_name(event.instruction)) in self.own:
             return self.own[exact]
-        if event.name in self.pallas:
-            return self.pallas[event.name]
         if (equals := self.equals.get(event.name)) is None:
             return None
         turns[equals] += 1

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -164,7 +163,6 @@ def scaled(
     """One line of the report."""
     many = [f for f in found if f.ranks > 1]
     phases = {} if row is None else {phase.name: phase.seconds for phase in row.phases or ()}
-    row = None if row is None else replace(row, context=context)
     spent = phases.get(COLLECTIVES, 0.0) if phases else None
     mesh = (layout.ranks, layout.tp, layout.cp)
     return Scaled(describe(layout), *mesh, batch, context, size, len(many), sum(map(sent, many), 0.0), row, spent)

@@ -13,7 +13,7 @@ from kimi_jax.ops.attention import KEY_BLOCK
 from sharding_rules import Layout, axes
 
 FLOAT32 = 4
-TILE = 4 * KEY_BLOCK  # queries, and keys, that prefill attention takes at once on accelerators
+TILE = 4 * KEY_BLOCK  # queries, and keys, that XLA's form of prefill attention takes at once; CUDA's kernel holds less
 DELTA_CHUNK = 64  # tokens that the chunked delta rule takes at once
 
 

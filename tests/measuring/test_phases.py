@@ -1,5 +1,7 @@
 """Times of phases: a timeline made by hand, read by the text of a step that XLA compiled."""
 
+from collections import Counter
+
 import jax
 import numpy as np
 import pytest
@@ -34,6 +36,14 @@ def _times(*kernels: str, steps: int = 1, costs=None, seconds: float = 1.0):
     events = [Event("GPU:0", name, "command_buffer_1", float(i), 1e9 * (i + 1)) for i, name in enumerate(kernels)]
     rows = phase_times(events, TEXT, steps=steps, seconds=seconds, costs=costs or {}, machine=MACHINE)
     return {row.name: row for row in rows}
+
+
+def test_one_kernel_in_several_places_takes_turns():
+    line = '  %call.{0} = f32[8] custom-call(%a), metadata={{op_name="jit(run)/layer_{0}/{1}/norm_rows/pallas_call"}}\n'
+    calls = line.format(0, "kda_mix") + line.format(1, "experts")
+    instructions, turns = Instructions("ENTRY %main (a: f32[8]) -> f32[8] {\n" + calls + "}\n"), Counter()
+    found = [instructions.phase(Event("GPU:0", "norm_rows", "command_buffer_1", 0.0, 1.0), turns) for _ in range(3)]
+    assert found == ["KDA mix", "experts", "KDA mix"]
 
 
 def test_kernels_are_found_by_instruction_by_what_was_fused_and_by_the_name_of_a_pallas_call():
