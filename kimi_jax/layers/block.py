@@ -22,7 +22,9 @@ Stored = tuple[Float[Array, "B T D"], ...]
 
 
 class Block(nnx.Module):
-    """attend: attention(RMS(x));  feed: ffn(RMS(x)). What is added to what is the decoder's part."""
+    """attend: attention(RMS(x));  feed: ffn(RMS(x));  add_and_feed: feed of a sum, and the sum. Which sums there are is
+    the decoder's part.
+    """
 
     def __init__(self, config: Config, index: int, layout: Layout, dtype: DTypeLike):
         self.eps = config.rms_norm_eps

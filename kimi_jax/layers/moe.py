@@ -62,7 +62,7 @@ class MoE(nnx.Module):
         self.experts_down = declare((E, Z, F), (EXPERTS, None, None), dtype)
 
     def _expert_weights(self) -> Weights:
-        """The arrays that `run_experts` takes, each split by experts."""
+        """The arrays of the routed experts, each split by experts."""
         return self.experts_gate_up[...], self.experts_down[...]
 
     def _route(self, tokens: Float[Array, "N D"]) -> tuple[Int[Array, "N k"], Float32[Array, "N k"]]:

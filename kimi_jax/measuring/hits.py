@@ -1,4 +1,4 @@
-"""Which experts a step really reaches: its routing, run once more beside the clock. Times nothing."""
+"""Which experts a step really reaches: the step, run once more beside the clock for its routing. Times nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
