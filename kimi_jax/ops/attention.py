@@ -69,7 +69,7 @@ def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, sca
         return tuple(_absorbed(heads_first, keys._replace(rows=rows, lengths=lengths), latent, scale))
 
     arrays = (query, keys.rows, keys.lengths)
-    if mla_decode_hopper.runs_here() and mla_decode_hopper.supports(query, latent):
+    if mla_decode_hopper.runs_here() and mla_decode_hopper.supports(query, keys.rows.shape[2], latent):
         kernel = mla_decode_hopper.attend_absorbed_hopper
     elif mla_decode.supports(query, latent):
         kernel = mla_decode.attend_absorbed_step

@@ -53,6 +53,13 @@ def test_chunk_kernels_equal_the_layer(inputs, lower_bound):
     assert np.isfinite(np.asarray(got[0], np.float32)).all()
 
 
+def test_chunk_kernels_leave_a_row_without_tokens_alone():
+    *inputs, _ = _inputs()
+    (_, history, state), _ = _both(*inputs, jnp.asarray([T, 0], jnp.int32), lower_bound=None)
+    np.testing.assert_array_equal(history[1], inputs[8][1])
+    np.testing.assert_array_equal(state[1], inputs[9][1])
+
+
 def test_chunk_kernels_go_on_where_they_stopped():
     inputs = _inputs()
     (whole, _, last), _ = _both(*inputs, lower_bound=None)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kimi_jax.kernels import mla_decode_roles
-from kimi_jax.kernels.mla_decode_hopper import attend_absorbed_hopper, supports
+from kimi_jax.kernels.mla_decode_hopper import SHORTEST, attend_absorbed_hopper, supports
 from kimi_jax.ops.attention import Keys, attend_absorbed
 
 S, R, P = 300, 128, 64
@@ -63,10 +63,11 @@ def test_a_ring_that_cannot_hold_a_tile_is_refused():
 
 def test_hopper_kernel_takes_one_token_in_whole_tiles():
     query, _, _ = _inputs(3)
-    assert supports(query, R)
-    assert not supports(jnp.concatenate([query, query], 1), R)
-    assert supports(jnp.tile(query, (1, 1, 42, 1)), R)
-    assert not supports(jnp.tile(query, (1, 1, 43, 1)), R)
-    assert not supports(query, 64)
-    assert not supports(query[..., :-16], R)
-    assert not supports(query.astype(jnp.float32), R)
+    assert supports(query, SHORTEST, R)
+    assert not supports(query, SHORTEST - 1, R)
+    assert not supports(jnp.concatenate([query, query], 1), SHORTEST, R)
+    assert supports(jnp.tile(query, (1, 1, 42, 1)), SHORTEST, R)
+    assert not supports(jnp.tile(query, (1, 1, 43, 1)), SHORTEST, R)
+    assert not supports(query, SHORTEST, 64)
+    assert not supports(query[..., :-16], SHORTEST, R)
+    assert not supports(query.astype(jnp.float32), SHORTEST, R)
