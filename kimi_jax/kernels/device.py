@@ -9,3 +9,13 @@ def hopper_or_newer() -> bool:
     """Whether this process's GPUs, if it has any, are of compute capability 9.0 or above: memory and instructions."""
     capability = getattr(jax.local_devices()[0], "compute_capability", None)
     return capability is None or float(capability) >= 9.0
+
+
+def hopper_for_mosaic() -> bool:
+    """Whether this process's devices are Hopper GPUs (a lowering knows "cuda" only) and this JAX can compile for them
+    what `kernels` writes in Pallas's Mosaic GPU form.
+
+    JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads' statistics.
+    """
+    hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
+    return hopper and jax.__version_info__[:2] == (0, 11)

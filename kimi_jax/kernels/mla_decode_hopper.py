@@ -35,15 +35,6 @@ def supports(query: Float[Array, "B T H Z"], slots: int, latent: int) -> bool:
     return query.shape[1] == 1 and slots >= SHORTEST and whole and few and query.dtype == jnp.bfloat16
 
 
-def runs_here() -> bool:
-    """Whether this process's devices are Hopper GPUs (a lowering knows "cuda" only) and this JAX can compile for them.
-
-    JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads' statistics.
-    """
-    hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
-    return hopper and jax.__version_info__[:2] == (0, 11)
-
-
 def attend_absorbed_hopper(
     query: Float[Array, "B 1 H Z"],
     rows: Float[Array, "B 1 S Z"],

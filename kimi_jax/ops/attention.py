@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.kernels import mla_decode, mla_decode_hopper, mla_prefill
+from kimi_jax.kernels.device import hopper_for_mosaic
 from kimi_jax.ops.linear import project
 
 KEY_BLOCK = 256  # cache slots a step of the loop; bounds the scores held at once
@@ -69,7 +70,7 @@ def attend_absorbed(query: Float[Array, "B T H Z"], keys: Keys, latent: int, sca
         return tuple(_absorbed(heads_first, keys._replace(rows=rows, lengths=lengths), latent, scale))
 
     arrays = (query, keys.rows, keys.lengths)
-    if mla_decode_hopper.runs_here() and mla_decode_hopper.supports(query, keys.rows.shape[2], latent):
+    if hopper_for_mosaic() and mla_decode_hopper.supports(query, keys.rows.shape[2], latent):
         kernel = mla_decode_hopper.attend_absorbed_hopper
     elif mla_decode.supports(query, latent):
         kernel = mla_decode.attend_absorbed_step

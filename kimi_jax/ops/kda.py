@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kimi_jax.kernels import delta_chunks, delta_step
+from kimi_jax.kernels import delta_chunks, delta_step, delta_step_hopper
+from kimi_jax.kernels.device import hopper_for_mosaic
 from kimi_jax.ops import delta_rule
 from kimi_jax.ops.norm import gated_rms_norm, l2_norm
 from kimi_jax.ops.short_conv import history_after, short_conv
@@ -16,11 +17,15 @@ def mix_heads(*arrays: Array, lower_bound: float | None, eps: float) -> tuple[Ar
     """`mix_heads_plain` in the form that is fastest where it runs: on CUDA kernels, for one token or for many."""
     about = dict(lower_bound=lower_bound, eps=eps)
     op = partial(mix_heads_plain, **about)
-    if delta_step.supports(arrays[0]):
-        return jax.lax.platform_dependent(*arrays, cuda=partial(delta_step.mix_heads_step, **about), default=op)
-    if delta_chunks.supports(arrays[0]):
-        return jax.lax.platform_dependent(*arrays, cuda=partial(mix_heads_chunked, **about), default=op)
-    return op(*arrays)
+    if hopper_for_mosaic() and delta_step_hopper.supports(arrays[0]):
+        kernel = delta_step_hopper.mix_heads_step_hopper
+    elif delta_step.supports(arrays[0]):
+        kernel = delta_step.mix_heads_step
+    elif delta_chunks.supports(arrays[0]):
+        kernel = mix_heads_chunked
+    else:
+        return op(*arrays)
+    return jax.lax.platform_dependent(*arrays, cuda=partial(kernel, **about), default=op)
 
 
 def mix_heads_plain(
