@@ -147,7 +147,7 @@ class Instructions:
                 found.append((name, _said(line, "deduplicated_name") or name, phase, calls[1] if calls else None))
                 if phase is not None:
                     inside[computation][phase] += 1
-                if kernel := re.search(r"/([\w.\-]+)/pallas_call", scope or ""):
+                if kernel := re.search(r"/([\w.\-]+)/(pallas_call|mpmd_map)", scope or ""):
                     self.equals[kernel[1]] = kernel[1]
                     self.shared[kernel[1]].append(phase_of(scope or ""))
         for name, equals, phase, called in found:
@@ -164,7 +164,8 @@ class Instructions:
             return COLLECTIVES
         if (exact := kernel_name(event.instruction)) in self.own:
             return self.own[exact]
-        written = re.sub(r"__\d+$", "", event.name)  # numbered where one `pallas_call` has kernels of several shapes
+        # As the `pallas_call` is called, but numbered where it has kernels of several shapes, and Mosaic's say so.
+        written = re.sub(r"(_mosaic_gpu.*)?(__\d+)?$", "", event.name)
         if (equals := self.equals.get(event.name, self.equals.get(written))) is None:
             return None
         turns[equals] += 1
