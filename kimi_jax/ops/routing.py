@@ -73,8 +73,7 @@ def margins(
 def _logits(x: Float[Array, "N D"], weight: Float[Array, "E D"]) -> Float32[Array, "N E"]:
     if not x.dtype == weight.dtype == jnp.bfloat16:
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    about = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return jnp.einsum("nd,ed->ne", x, weight, **about)
+    return jnp.einsum("nd,ed->ne", x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _scores(
