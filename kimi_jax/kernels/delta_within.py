@@ -88,7 +88,7 @@ def _tile(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref, *, width, about):
     keys, queries = lax.fori_loop(0, g_ref.shape[-1] // width, channels, (zero, zero))
     a = _beta(b_ref, row, first, TILE, h, about)[:, None] * keys
     inverse = jnp.where(t == j, 1.0, 0.0) - jnp.where(_halves_meet(t, j, 0), a, 0.0)
-    m, here = first // CHUNK, pl.ds(first % CHUNK, TILE)
+    m, here = tile // (CHUNK // TILE), pl.ds(tile % (CHUNK // TILE) * TILE, TILE)
     inverse_ref[row, m, h, here, :] = _merge_inverses(inverse, a, t, j, 1, TILE_LEVELS)
     mixing_ref[row, m, h, here, :] = queries.astype(mixing_ref.dtype)
 
@@ -126,19 +126,20 @@ def _chunk(
         part = pl.ds(n * width, width)
         q, k, g = _load_qkg(mixed_ref, g_ref, row, first, CHUNK, h, part)
         products = _meet(products, q, k, g, g_ref, row, first, h, n * width, TILE_LEVELS, LEVELS, about)
-        total = plgpu.load(g_ref.at[row, jnp.minimum(first + CHUNK, T) - 1, h, part])
-        decay_ref[row, m, h, part] = about.exp2(total)
         through = about.exp2(g)
         readers_ref[row, m, h, :, part] = (q.astype(jnp.float32) * through).astype(dtype)
         k = k.astype(jnp.float32)
-        writers_ref[row, m, h, :, part] = (k * about.exp2(total[None, :] - g)).astype(dtype)
         erasers_ref[row, m, h, :, part] = (k * through).astype(dtype)  # not yet: it waits there for the inverse
+        total = plgpu.load(g_ref.at[row, jnp.minimum(first + CHUNK, T) - 1, h, part])
+        writers_ref[row, m, h, :, part] = (k * about.exp2(total[None, :] - g)).astype(dtype)
+        decay_ref[row, m, h, part] = about.exp2(total)
         return products
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
     keys, queries = lax.fori_loop(0, K // width, channels, (zero, zero))
-    mixing_ref[row, m, h] = (queries + _on_diagonal(tile_mixing_ref, row, m, h, t, j).astype(jnp.float32)).astype(dtype)
+    queries += _on_diagonal(tile_mixing_ref, row, m, h, t, j).astype(jnp.float32)
     inverse = _on_diagonal(tile_inverse_ref, row, m, h, t, j)
+    mixing_ref[row, m, h] = queries.astype(dtype)
     inverse = _merge_inverses(inverse, beta[:, None] * keys, t, j, TILE_LEVELS, LEVELS)
     inverse = (inverse * beta[None, :]).astype(dtype)
     if not interpret:  # other threads wrote what this one is about to read
@@ -201,20 +202,25 @@ def _on_diagonal(ref, row, m, h, t, j):
 
 def _load_qkg(mixed_ref, g_ref, row, first, tokens, h, part):
     q, k = (_load(mixed_ref, row, first, tokens, h, jnp.int32(i), part) for i in (0, 1))
-    return q, k, _load(g_ref, row, first, tokens, h, part)
+    g = _load(g_ref, row, first, tokens, h, part)
+    # the same numbers again: without this, Triton computes every decay of `_meet` twice, once for each layout of k
+    return q, k, jnp.where(_inside(g_ref, first, tokens)[:, None], g, 0.0)
 
 
 def _load(ref, row, first, tokens, h, *rest):
     """[tokens, channels]; zero past the last token."""
     at = ref.at[row, pl.ds(first, tokens), h, *rest]
-    inside = (first + jnp.arange(tokens, dtype=jnp.int32) < ref.shape[1])[:, None]
+    inside = _inside(ref, first, tokens)[:, None]
     return plgpu.load(at, mask=jnp.broadcast_to(inside, at.shape), other=0.0)
 
 
 def _beta(b_ref, row, first, tokens, h, about: Functions):
-    inside = first + jnp.arange(tokens, dtype=jnp.int32) < b_ref.shape[1]
-    b = plgpu.load(b_ref.at[row, pl.ds(first, tokens), h], mask=inside, other=0.0)
+    b = plgpu.load(b_ref.at[row, pl.ds(first, tokens), h], mask=_inside(b_ref, first, tokens), other=0.0)
     return about.sigmoid(b.astype(jnp.float32))
+
+
+def _inside(ref, first, tokens):
+    return first + jnp.arange(tokens, dtype=jnp.int32) < ref.shape[1]
 
 
 def _token_pairs(tokens):

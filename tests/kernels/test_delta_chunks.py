@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kimi_jax.kernels.delta_chunks import across_chunks
+from kimi_jax.kernels.delta_within import Chunks
 from kimi_jax.ops.kda import mix_heads_chunked, mix_heads_plain
 
 B, T, H, K, WIDTH = 2, 150, 2, 64, 4  # two whole chunks and a broken one
@@ -80,3 +82,14 @@ def test_chunk_kernels_go_on_where_they_stopped():
     for row, count in enumerate(COUNTS):
         assert _relative(out[row, :count], whole[row, :count]) < 1e-2
     assert _relative(states[1], last) < 1e-2
+
+
+def test_chunks_loaded_ahead_and_not_give_the_same():
+    r, M, C = np.random.default_rng(0), 3, 64
+    by_channel = [jnp.asarray(r.normal(size=(B, M, H, C, K)) / 8, jnp.bfloat16) for _ in range(4)]
+    mixing, decay = jnp.asarray(r.normal(size=(B, M, H, C, C)) / 8, jnp.bfloat16), r.random((B, M, H, K))
+    chunks = Chunks(*by_channel, mixing, jnp.asarray(decay, jnp.float32))
+    state = jnp.asarray(r.normal(size=(B, H, K, K)), jnp.float32)
+    ahead, not_ahead = (across_chunks(chunks, state, T, columns=n, interpret=True) for n in (32, 64))
+    for one, other in zip(ahead, not_ahead, strict=True):
+        assert _relative(one, other) < 1e-3
