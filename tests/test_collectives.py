@@ -163,7 +163,7 @@ def test_a_gathered_weight_breaks_the_budget(monkeypatch):
     def gather_weight(self, x, weight):
         return mla.project(x, self.layout.constrain(weight, None, None))
 
-    monkeypatch.setattr(mla.MLA, "_down", gather_weight)
+    monkeypatch.setattr(mla.LowRankMLA, "_down", gather_weight)
     found = read(compile_step(Model(SMALL, SPLIT, "float32"), BATCH, CAPACITY, 1).as_text())
     assert [f.buffers[0][1] for f in found if f.kind == "all-gather"] == [(Q_R_P, D), (BATCH, 1, W)]
     less, more = differences(found, needed(SMALL, SPLIT, "float32"), SMALL, BATCH, 1)

@@ -5,7 +5,6 @@ are spread over devices. First what the chunks compute without the state, all at
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.kernels.delta_inputs import prepare
+from kimi_jax.kernels.delta_inputs import CHUNK, prepare
+from kimi_jax.kernels.delta_within import Chunks, within_chunks
 from kimi_jax.kernels.device import PROGRAMS, hopper_or_newer
-
-CHUNK = 64
-LEVELS = CHUNK.bit_length() - 1
-
-
-class Chunks(NamedTuple):
-    """What the M chunks of a row do to the state S that they enter with, and what they read from it.
-
-    U = values - erasers S        out = readers S + mixing U        S <- Diag(decay) S + writers^T U
-    """
-
-    erasers: Float[Array, "B M H C K"]
-    readers: Float[Array, "B M H C K"]
-    writers: Float[Array, "B M H C K"]
-    values: Float[Array, "B M H C V"]
-    mixing: Float[Array, "B M H C C"]
-    decay: Float32[Array, "B M H K"]
 
 
 def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
@@ -69,141 +52,6 @@ def mix_chunks(
     )
     chunks = within_chunks(mixed, g, b, interpret=interpret)
     return across_chunks(chunks, recurrent, qkv.shape[1], interpret=interpret)
-
-
-def within_chunks(
-    mixed: Float[Array, "B T H 3 K"],
-    g: Float32[Array, "B T H K"],
-    b: Float[Array, "B T H"],
-    *,
-    warps: int = 4,
-    interpret: bool = False,
-) -> Chunks:
-    """The part of `ops.delta_rule.delta_chunked` that does not need the state, for all chunks at once.
-
-    g: the binary logarithms of the decays, as `prepare` gives them.
-
-    In two kernels, since one would need more registers than there are: how the tokens of a chunk meet, then the rest.
-    """
-    B, T, H, _, K = mixed.shape
-    M, C, dtype = pl.cdiv(T, CHUNK), CHUNK, mixed.dtype
-
-    def struct(*shape, dtype=dtype):
-        return jax.ShapeDtypeStruct((B, M, H, *shape), dtype)
-
-    call = functools.partial(
-        pl.pallas_call,
-        grid=(M, H, B),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-    )
-    square = struct(C, C, dtype=jnp.float32)
-    products, mixing = call(_products, out_shape=(square, struct(C, C)), name="kda_chunk_products")(mixed, g, b)
-    erasers, readers, writers, values, decay = call(
-        _factors,
-        out_shape=(struct(C, K), struct(C, K), struct(C, K), struct(C, K), struct(K, dtype=jnp.float32)),
-        name="kda_chunk_factors",
-    )(mixed, g, b, products)
-    return Chunks(erasers, readers, writers, values, mixing, decay)
-
-
-def _products(mixed_ref, g_ref, b_ref, products_ref, mixing_ref):
-    """A[t, j] = beta[t] sum_K k[t] k[j] 2^(g[j+1] + .. + g[t]) for j < t;  M[t, j] of q likewise, no beta, j <= t.
-
-    Token t meets the tokens j in the largest block in which they are in different halves: their exponent is then split
-    at its middle, into two sums that are both <= 0, and the halves meet in one matrix product.
-    """
-    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype = mixed_ref.dtype
-    t, j = _token_pairs()
-    coarse = _load(g_ref, row, m, h).astype(dtype)
-
-    def level(i, carry):  # a loop, although its bound is known: unrolled, it runs out of registers
-        keys, queries = carry
-        decay = jnp.exp2(_dot(_ones(_spans(t, j, i), dtype), coarse)).astype(dtype)
-        q, k = (_load(mixed_ref, row, m, h, part, volatile=True) for part in (0, 1))  # not kept: too many registers
-        of_keys, meet = k * decay, _halves_meet(t, j, i)
-        keys += jnp.where(meet, _dot_t(of_keys, of_keys), 0.0)
-        queries += jnp.where(meet, _dot_t(q * decay, of_keys), 0.0)
-        return keys, queries
-
-    zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    keys, queries = lax.fori_loop(0, LEVELS, level, (zero, zero))
-    products_ref[row, m, h] = _beta(b_ref, row, m, h) * keys
-    q, k = (_load(mixed_ref, row, m, h, part).astype(jnp.float32) for part in (0, 1))
-    own = jnp.sum(q * k, axis=1)[:, None]
-    mixing_ref[row, m, h] = (queries + jnp.where(t == j, own, 0.0)).astype(dtype)
-
-
-def _factors(mixed_ref, g_ref, b_ref, products_ref, erasers_ref, readers_ref, writers_ref, values_ref, decay_ref):
-    """The rest of `Chunks`: from (I + A)^-1, and from the decays since a chunk's start and up to its end."""
-    m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    dtype = mixed_ref.dtype
-    t, j = _token_pairs()
-    inverse = _unit_lower_inverse(products_ref[row, m, h], t, j).astype(dtype)
-    beta = _beta(b_ref, row, m, h)
-    values = beta * _load(mixed_ref, row, m, h, 2).astype(jnp.float32)
-    values_ref[row, m, h] = _dot(inverse, values.astype(dtype)).astype(dtype)
-
-    g = _load(g_ref, row, m, h)
-    coarse, upto = g.astype(dtype), _ones(j <= t, dtype)
-    through = _dot(upto, coarse) + _dot(upto, (g - coarse.astype(jnp.float32)).astype(dtype))
-    total = jnp.sum(g, axis=0)
-    decay_ref[row, m, h] = jnp.exp2(total)
-    k = _load(mixed_ref, row, m, h, 1).astype(jnp.float32)
-    writers_ref[row, m, h] = (k * jnp.exp2(total[None, :] - through)).astype(dtype)
-    through = jnp.exp2(through)
-    erasers_ref[row, m, h] = _dot(inverse, (beta * k * through).astype(dtype)).astype(dtype)
-    q = _load(mixed_ref, row, m, h, 0).astype(jnp.float32)
-    readers_ref[row, m, h] = (q * through).astype(dtype)
-
-
-def _unit_lower_inverse(a, t, j):
-    """(I + A)^-1 for strictly lower triangular A, by blocks of doubling size, as `ops.delta_rule` does:
-
-    [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]]
-    """
-
-    def level(i, inverse):
-        lower = jnp.where(_halves_meet(t, j, i), a, 0.0)
-        return inverse - _dot(inverse, _dot(lower, inverse))
-
-    start = jnp.where(t == j, 1.0, 0.0) - jnp.where(_halves_meet(t, j, 0), a, 0.0)
-    return lax.fori_loop(1, LEVELS, level, start)
-
-
-def _load(ref, row, m, h, *part, volatile=False):
-    """A [C, K] of chunk m; zero past the last token."""
-    shape = CHUNK, ref.shape[-1]
-    inside = (m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < ref.shape[1])[:, None]
-    at = ref.at[row, pl.ds(m * CHUNK, CHUNK), h, *map(jnp.int32, part), :]
-    return plgpu.load(at, mask=jnp.broadcast_to(inside, shape), other=0.0, volatile=volatile)
-
-
-def _beta(b_ref, row, m, h):
-    inside = m * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < b_ref.shape[1]
-    b = plgpu.load(b_ref.at[row, pl.ds(m * CHUNK, CHUNK), h], mask=inside, other=0.0)
-    return jax.nn.sigmoid(b.astype(jnp.float32))[:, None]
-
-
-def _token_pairs():
-    return jnp.arange(CHUNK, dtype=jnp.int32)[:, None], jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
-
-
-def _ones(where, dtype):
-    return jnp.where(where, jnp.ones((), dtype), jnp.zeros((), dtype))
-
-
-def _spans(t, j, i):
-    """Whether j's decay lies between t and the middle of the block of 2^(i+1) tokens that t is in."""
-    middle = (t >> (i + 1) << (i + 1)) + (1 << i) - 1
-    return (j > jnp.minimum(t, middle)) & (j <= jnp.maximum(t, middle))
-
-
-def _halves_meet(t, j, i):
-    """Whether t is in the second half and j in the first of one block of 2^(i+1) tokens."""
-    of_t = jnp.where((t >> i) & 1 == 1, t >> (i + 1), -1)
-    return of_t == jnp.where((j >> i) & 1 == 0, j >> (i + 1), -2)
 
 
 def across_chunks(
@@ -258,16 +106,6 @@ def _across(
 
 
 def _dot(a, b):
-    """a b; float32 operands are rounded to TF32."""
-    return _product(a, b, 0)
-
-
-def _dot_t(a, b):
-    """a b^T"""
-    return _product(a, b, 1)
-
-
-def _product(a, b, over):
     return lax.dot_general(
-        a, b, (((1,), (over,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        a, b, (((1,), (0,)), ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
     )

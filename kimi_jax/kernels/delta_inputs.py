@@ -4,8 +4,6 @@ The elementwise part in front of `delta_chunks`, in one pass over the projection
 """
 
 import functools
-import math
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.kernels.gates import log_decay, unit
+from kimi_jax.kernels.approximate import LOG2E, Functions, functions
 
-LOG2E = math.log2(math.e)
+CHUNK = 64
 STRONGEST = -88.0  # as in `ops.delta_rule`
+DECAYS = 3  # the part, after those of q, k and v, that makes the decays
 
 
 def prepare(
@@ -30,16 +29,24 @@ def prepare(
     counts: Int32[Array, " B"],
     *,
     lower_bound: float | None,
-    rows: int = 16,
+    chunks: int = 4,
+    ahead: int = 8,
     warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H 3 K"], Float32[Array, "B T H K"]]:
-    """q, k, v after convolution, SiLU and norms, and the binary logarithms of the decays: zeros in padded tokens."""
+    """q, k, v after convolution, SiLU and norms, and G[t] = log2 of the product of the decays of t's chunk up to t.
+
+    A token at or after counts[b] has q = k = v = 0 and decay 1. q, k, v and G have programs of their own: each walks
+    `chunks` chunks side by side, token by token, its tokens loaded `ahead` at a time; the convolution's window is then
+    in registers, and so is the sum.
+    """
     B, T, H, _, K = qkv.shape
     return pl.pallas_call(
-        functools.partial(_prepare, rows=rows, lower_bound=lower_bound),
+        functools.partial(
+            _prepare, chunks=chunks, ahead=ahead, lower_bound=lower_bound, about=functions(interpret=interpret)
+        ),
         out_shape=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct((B, T, H, K), jnp.float32)),
-        grid=(pl.cdiv(T, rows), H, B),
+        grid=((DECAYS + 1) * H, pl.cdiv(T, chunks * CHUNK), B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="kda_prepare",
@@ -48,47 +55,92 @@ def prepare(
 
 def _prepare(
     qkv_ref, f_ref, conv_weight_ref, a_log_ref, dt_bias_ref, conv_ref, counts_ref, mixed_ref, g_ref, *,
-    rows, lower_bound,
+    chunks, ahead, lower_bound, about,
 ):  # fmt: skip
-    h, row = pl.program_id(1), pl.program_id(2)
-    K, T = qkv_ref.shape[-1], qkv_ref.shape[1]
-    here = pl.ds(pl.program_id(0) * rows, rows)
-    token = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
-    inside = jnp.broadcast_to((token < T)[:, None], (rows, K))
-    live = (token < counts_ref[row])[:, None]
+    h, part = pl.program_id(0) // (DECAYS + 1), pl.program_id(0) % (DECAYS + 1)
+    row = pl.program_id(2)
+    first = (pl.program_id(1) * chunks + jnp.arange(chunks, dtype=jnp.int32)) * CHUNK
 
-    for i in range(3):
-        y = lax.cond(  # only a row's first program has any of the history
-            pl.program_id(0) == 0,
-            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, conv_ref),
-            functools.partial(_convolved, qkv_ref, conv_weight_ref, row, h, i, token, None),
-        )
-        y = jnp.where(live, y * jax.nn.sigmoid(y), 0.0).astype(qkv_ref.dtype).astype(jnp.float32)
-        if i < 2:
-            y = unit(y) * (K**-0.5 if i == 0 else 1.0)
-        plgpu.store(mixed_ref.at[row, here, h, jnp.int32(i), :], y.astype(mixed_ref.dtype), mask=inside)
+    @pl.when(part < DECAYS)
+    def _():
+        _mix(qkv_ref, conv_weight_ref, conv_ref, counts_ref, mixed_ref, row, first, h, part, ahead, about)
 
-    f = plgpu.load(f_ref.at[row, here, h, :], mask=inside, other=0.0)
-    g = log_decay(f.astype(jnp.float32) + dt_bias_ref[h, :][None, :], jnp.exp(a_log_ref[h]), lower_bound)
-    g = jnp.where(live, jnp.maximum(g, STRONGEST) * LOG2E, 0.0)
-    plgpu.store(g_ref.at[row, here, h, :], g, mask=inside)
+    @pl.when(part == DECAYS)
+    def _():
+        _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, about)
 
 
-def _convolved(qkv_ref, weight_ref, row, h, i, token, history_ref):
-    """sum_j weight[j] x[token - (W - 1) + j] for the tokens [R], before SiLU; x before 0 from the history, or 0."""
+def _mix(qkv_ref, weight_ref, history_ref, counts_ref, mixed_ref, row, first, h, part, ahead, about: Functions):
+    """y[t] = silu(sum_j weight[j] x[t - (W - 1) + j]) for the chunks that start at `first`; y / |y| of q and k."""
     (T, K), width = (qkv_ref.shape[1], qkv_ref.shape[-1]), weight_ref.shape[-1]
-    shape = (token.shape[0], K)
-    channel = jnp.arange(K, dtype=jnp.int32)[None, :]
+    weight = [weight_ref[h, part, :, j].astype(jnp.float32)[None, :] for j in range(width)]
+    count, parts = counts_ref[row], jnp.full(first.shape, part, jnp.int32)
+    normed, scale = parts < 2, jnp.where(parts == 0, K**-0.5, 1.0).astype(jnp.float32)
 
-    def load(ref, at, mask):
-        place = tuple(jnp.broadcast_to(x, shape) for x in (row, at[:, None], h, jnp.int32(i), channel))
-        return plgpu.load(ref.at[place], mask=jnp.broadcast_to(mask[:, None], shape), other=0.0).astype(jnp.float32)
+    def load(ref, token, mask):
+        return _load_tokens(ref, mask, row, token, h, part).astype(jnp.float32)
 
-    def term(j):
-        at = token - (width - 1) + j
-        x = load(qkv_ref, jnp.clip(at, 0, T - 1), (at >= 0) & (at < T))
-        if history_ref is not None:
-            x += load(history_ref, jnp.clip(at + width - 1, 0, width - 2), at < 0)
-        return weight_ref[h, i, :, j].astype(jnp.float32)[None, :] * x
+    def before(j):  # from the history before token 0
+        at = first - (width - 1) + j
+        x = load(qkv_ref, jnp.maximum(at, 0), (at >= 0) & (at < T))
+        return x + load(history_ref, jnp.clip(at + width - 1, 0, width - 2), at < 0)
 
-    return functools.reduce(operator.add, map(term, range(width)))
+    def some(i, window):
+        token = first + i * ahead
+        new = [_load_tokens(qkv_ref, token + n < T, row, token + n, h, part) for n in range(ahead)]
+        for n in range(ahead):
+            window = (*window, new[n].astype(jnp.float32))
+            y = weight[0] * window[0]
+            for w, x in zip(weight[1:], window[1:], strict=True):
+                y = about.multiply_add(w, x, y)
+            y = jnp.where((token + n < count)[:, None], y * about.sigmoid(y), 0.0)
+            norm = about.rsqrt(jnp.sum(y * y, axis=-1) + 1e-6) * scale
+            y = y * jnp.where(normed, norm, 1.0)[:, None]
+            _store_tokens(mixed_ref, y, token + n < T, row, token + n, h, part)
+            window = window[1:]
+        return window
+
+    lax.fori_loop(0, CHUNK // ahead, some, tuple(before(j) for j in range(width - 1)))
+
+
+def _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, about: Functions):
+    """The running sums of the decays' logarithms in the chunks that start at `first`."""
+    T = f_ref.shape[1]
+    count, dt_bias = counts_ref[row], dt_bias_ref[h, :][None, :] * LOG2E
+    a = about.exp2(jnp.full((1, 1), a_log_ref[h] * LOG2E, jnp.float32))
+
+    def some(i, total):
+        token = first + i * ahead
+        new = [_load_tokens(f_ref, token + n < T, row, token + n, h) for n in range(ahead)]
+        for n in range(ahead):
+            z = about.multiply_add(new[n].astype(jnp.float32), LOG2E, dt_bias)
+            g = jnp.maximum(_log2_decay(z, a, lower_bound, about), STRONGEST * LOG2E)
+            total += jnp.where((token + n < count)[:, None], g, 0.0)
+            _store_tokens(g_ref, total, token + n < T, row, token + n, h)
+        return total
+
+    lax.fori_loop(0, CHUNK // ahead, some, jnp.zeros((first.shape[0], f_ref.shape[-1]), jnp.float32))
+
+
+def _log2_decay(z, a, lower_bound: float | None, about: Functions):
+    """`gates.log_decay` in binary logarithms, its z too: -a log2(1 + 2^z), or K3's lower_bound / (1 + 2^(-a z))."""
+    if lower_bound is None:
+        return -a * (jnp.maximum(z, 0.0) + about.log2(1.0 + about.exp2(-jnp.abs(z))))
+    return lower_bound * LOG2E * about.reciprocal(1.0 + about.exp2(-a * z))
+
+
+def _load_tokens(ref, mask, row, token, h, *part):
+    """[R, K] of R tokens that lie anywhere; zero where not `mask` [R]."""
+    at = _places(ref, row, token, h, *part)
+    return plgpu.load(at, mask=jnp.broadcast_to(mask[:, None], at.shape), other=0.0)
+
+
+def _store_tokens(ref, x, mask, row, token, h, *part):
+    at = _places(ref, row, token, h, *part)
+    plgpu.store(at, x.astype(ref.dtype), mask=jnp.broadcast_to(mask[:, None], at.shape))
+
+
+def _places(ref, row, token, h, *part):
+    shape = token.shape[0], ref.shape[-1]
+    channel = jnp.arange(ref.shape[-1], dtype=jnp.int32)[None, :]
+    return ref.at[tuple(jnp.broadcast_to(x, shape) for x in (row, token[:, None], h, *part, channel))]

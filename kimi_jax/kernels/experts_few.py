@@ -1,8 +1,8 @@
 """The routed experts for few tokens: bound by the bytes of the experts that were hit, each read once.
 
-The sibling of `ops.experts.experts_grouped` (and `experts_packed`) for up to 64 tokens. No sorting, no gathering: a
-program takes one expert's rows of a weight and multiplies all tokens by them, which costs nothing while memory is what
-it waits for, and stores only the results of the tokens that chose this expert.
+The sibling of `ops.experts.experts_grouped` for up to 64 tokens. No sorting, no gathering: a program takes one expert's
+rows of a weight and multiplies all tokens by them, which costs nothing while memory is what it waits for, and stores
+only the results of the tokens that chose this expert.
 """
 
 import functools
@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from kimi_jax.kernels import fp4
 from kimi_jax.kernels.device import hopper_or_newer
 from kimi_jax.kernels.experts_product import products, weighted_sum
 
@@ -61,43 +60,9 @@ def experts_few(
     Floor: 6 F D bytes for each expert that a token chose. Source: the same; each expert's weights are streamed as in a
     matrix-vector product, one program a stretch of rows.
     """
-    E, _, F, D = gate_up.shape
-    tile, best_stages, best_warps = (32, 6, 2) if x.shape[0] <= 8 else (64, 5, 4)  # measured on an H200
+    (N, k), (E, _, F, D) = chosen.shape, gate_up.shape
+    tile, best_stages, best_warps = (32, 6, 2) if N <= 8 else (64, 5, 4)  # measured on an H200
     blocks, stages, warps = blocks or (tile, 64, tile, 64), stages or best_stages, warps or best_warps
-    return _run(  # pyright: ignore[reportReturnType]
-        x, chosen, weights, first, (gate_up,), (down,), shared, (E, F, D), activation, blocks, stages, warps, interpret
-    )
-
-
-def experts_few_packed(
-    x: Float[Array, "N D"],
-    chosen: Int32[Array, "N k"],
-    weights: Float32[Array, "N k"],
-    gate_up_packed: UInt8[Array, "E 2 F D//2"],
-    gate_up_scale: UInt8[Array, "E 2 F D//32"],
-    down_packed: UInt8[Array, "E D F//2"],
-    down_scale: UInt8[Array, "E D F//32"],
-    *,
-    activation: Activation,
-    first: int | Int[Array, ""] = 0,
-    blocks: tuple[int, int, int, int] = (64, 32, 64, 32),
-    stages: int | None = None,
-    warps: int = 4,
-    interpret: bool = False,
-) -> Float32[Array, "N D"]:
-    """`experts_few` on MXFP4 weights, widened in registers (see `fp4`).
-
-    blocks: rows and *words* of eight weights held at a time. Floor: 3 F D (1/2 + 1/32) bytes an expert.
-    """
-    E, _, F, half = gate_up_packed.shape
-    packed = (fp4.words(gate_up_packed), gate_up_scale), (fp4.words(down_packed), down_scale)
-    sizes, stages = (E, F, 2 * half), stages or (3 if x.shape[0] <= 8 else 2)  # measured on an H200
-    return _run(x, chosen, weights, first, *packed, None, sizes, activation, blocks, stages, warps, interpret)  # pyright: ignore[reportReturnType]
-
-
-def _run(x, chosen, weights, first, gate_up, down, shared, sizes, activation, blocks, stages, warps, interpret):
-    (N, k), (E, F, D) = chosen.shape, sizes
-    packed = len(gate_up) == 2
     by_pair = N * k <= E
     padded = max(16, pl.next_power_of_2(N))
     first = jnp.asarray(first, jnp.int32).reshape(1)
@@ -112,7 +77,7 @@ def _run(x, chosen, weights, first, gate_up, down, shared, sizes, activation, bl
         compiler_params=params,
         interpret=interpret,
         name="experts_few_gate_up",
-    )(fp4.split(x) if packed else x, chosen, first, *gate_up, *shared_gate_up)
+    )(x, chosen, first, gate_up, *shared_gate_up)
     outputs, *shared_output = pl.pallas_call(
         functools.partial(_down, rows=blocks[2], columns=blocks[3], **common),
         out_shape=[jax.ShapeDtypeStruct((N, k, D), x.dtype)] + [jax.ShapeDtypeStruct((N, D), jnp.float32)] * more,
@@ -120,11 +85,11 @@ def _run(x, chosen, weights, first, gate_up, down, shared, sizes, activation, bl
         compiler_params=params,
         interpret=interpret,
         name="experts_few_down",
-    )(hidden, chosen, first, *down, *shared_down)
-    return sum(shared_output, weighted_sum(outputs, chosen, weights, first[0], E))
+    )(hidden, chosen, first, down, *shared_down)
+    return sum(shared_output, weighted_sum(outputs, chosen, weights, first[0], E))  # pyright: ignore[reportReturnType]
 
 
-def _tokens_of(chosen_ref, first_ref, by_pair, padded):
+def tokens_of(chosen_ref, first_ref, by_pair, padded):
     """This program's expert, whether it has work, and for each token whether and as which of its choices it took it."""
     N, k = chosen_ref.shape
     program = jnp.minimum(pl.program_id(1), N * k - 1)  # the one beyond is the shared experts'
@@ -149,11 +114,12 @@ def _tokens_of(chosen_ref, first_ref, by_pair, padded):
 
 def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, routed, with_shared, by_pair, padded, **tile):
     weight_refs, shared_refs, (hidden_ref,) = _sort(refs, with_shared, results=1)
-    e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
+    e, mine, took, which = tokens_of(chosen_ref, first_ref, by_pair, padded)
     mine = mine & (e >= 0) & (e < weight_refs[0].shape[0]) & (pl.program_id(1) < routed)
     N, k = chosen_ref.shape
     row = pl.program_id(0) * rows
-    inside = jnp.arange(padded, dtype=jnp.int32) < N
+    token = jnp.arange(padded, dtype=jnp.int32)
+    inside = token < N
     tokens = pl.ds(row * 0, padded)
 
     def load_x(at, size):
@@ -164,9 +130,7 @@ def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, routed, with
         dtype = hidden_ref.dtype
         hidden = activation(gate.astype(dtype), up.astype(dtype))
         at = row + jnp.arange(rows, dtype=jnp.int32)
-        if len(weight_refs) > 1:
-            at = fp4.places(at, hidden_ref.shape[-1])
-        _store_columns(hidden_ref, hidden, at, took, which)
+        store_columns(hidden_ref, hidden, at, token, which, took)
 
     parts = jnp.int32(0), jnp.int32(1)
     if with_shared:  # first: the branch that ends the kernel is the one whose addresses stay in uniform registers
@@ -177,7 +141,7 @@ def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, routed, with
 
 def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, routed, with_shared, by_pair, padded, **tile):
     weight_refs, shared_refs, out_refs = _sort(refs, with_shared, results=1 + with_shared)
-    e, mine, took, which = _tokens_of(chosen_ref, first_ref, by_pair, padded)
+    e, mine, took, which = tokens_of(chosen_ref, first_ref, by_pair, padded)
     mine = mine & (e >= 0) & (e < weight_refs[0].shape[0]) & (pl.program_id(1) < routed)
     N, k = chosen_ref.shape
     row = pl.program_id(0) * rows
@@ -207,7 +171,7 @@ def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, routed, with_shared, b
     @pl.when(mine)
     def _():
         out = run(weight_refs, (e,), took, which)
-        _store_columns(out_refs[0], out.astype(out_refs[0].dtype), at, took, which)
+        store_columns(out_refs[0], out.astype(out_refs[0].dtype), at, token, which, took)
 
 
 def _sort(refs: tuple, with_shared: bool, results: int) -> tuple[tuple, tuple, tuple]:
@@ -216,9 +180,8 @@ def _sort(refs: tuple, with_shared: bool, results: int) -> tuple[tuple, tuple, t
     return (weights[:-1], weights[-1:], outs) if with_shared else (weights, (), outs)
 
 
-def _store_columns(ref, value, at, took, which):
-    """ref[n, which[n], at[r]] = value[r, n] for the tokens n that took this expert."""
-    token = jnp.arange(value.shape[1], dtype=jnp.int32)
+def store_columns(ref, value, at, token, which, live):
+    """ref[token[n], which[n], at[r]] = value[r, n] for the n that are live."""
     shape = value.shape
     place = tuple(jnp.broadcast_to(i, shape) for i in (token[None, :], which[None, :], at[:, None]))
-    plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(took[None, :], shape))
+    plgpu.store(ref.at[place], value, mask=jnp.broadcast_to(live[None, :], shape))

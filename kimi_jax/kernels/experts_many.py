@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import Activation
+from kimi_jax.kernels.experts_order import order_by_expert
 from kimi_jax.kernels.experts_product import products, weighted_sum
 
 
@@ -35,9 +36,9 @@ def experts_many(
 ) -> Float32[Array, "N D"]:
     """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
 
-    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block; an expert's last one
-    takes the smallest of block, block / 2, .. block / split that holds its rows. blocks: rows and columns of a weight
-    held at a time by the first product, then by the second.
+    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block, at most the CHUNK of
+    `experts_order`; an expert's last one takes the smallest of block, block / 2, .. block / split that holds its rows.
+    blocks: rows and columns of a weight held at a time by the first product, then by the second.
 
     Floor: 6 F D bytes for each expert hit, or 6 F D operations for each pair of token and expert. Source: the same.
     """
@@ -94,7 +95,7 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
     pairs, packed = N * k, len(gate_up) == 2
     block = block or _block(pairs, E)
     split = split or (4 if block > 64 else 2)
-    order, table = _plan(chosen.reshape(-1) - first, E, block)
+    order, table = _plan(chosen.reshape(-1) - first, E, block, interpret)
     count = table.shape[1]
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     sizes = tuple(s for s in (16, 32, 64, 128, 256) if max(16, block // split) <= s <= block)
@@ -123,13 +124,12 @@ def _block(pairs: int, experts: int) -> int:
     return max(32, min(128, pl.next_power_of_2(max(1, 2 * pairs // experts))))
 
 
-def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int32[Array, " Q"], Int32[Array, "3 X"]]:
+def _plan(
+    local: Int32[Array, " P"], num_experts: int, block: int, interpret: bool
+) -> tuple[Int32[Array, " Q"], Int32[Array, "3 X"]]:
     """The pairs in the order of their experts, and for each block its expert, first row and number of rows."""
     pairs = local.shape[0]
-    local = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
-    order = jnp.argsort(local, stable=True).astype(jnp.int32)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    counts = jnp.sum(local[None, :] == experts[:, None], axis=1, dtype=jnp.int32)
+    order, counts = order_by_expert(local, num_experts, interpret=interpret)
     end = jnp.cumsum(counts)
     blocks = -(-counts // block)
     last_block = jnp.cumsum(blocks)
@@ -137,7 +137,7 @@ def _plan(local: Int32[Array, " P"], num_experts: int, block: int) -> tuple[Int3
     e = jnp.minimum(jnp.sum(last_block[None, :] <= b[:, None], axis=1, dtype=jnp.int32), num_experts - 1)
     row = (end - counts)[e] + (b - (last_block - blocks)[e]) * block
     rows = jnp.where(b < last_block[-1], jnp.clip(end[e] - row, 0, block), 0)
-    return jnp.pad(order, (0, block)), jnp.stack([e, row, rows])
+    return order, jnp.stack([e, row, rows])
 
 
 def _gate_up(x_ref, order_ref, table_ref, *refs, activation, rows, top_k, sizes, **tile):

@@ -26,13 +26,14 @@ def products(weight_refs, experts_rows, row, load_x, width, *, rows, columns, to
         )
 
     def packed(i, sums):
-        at, groups, stretch = i * columns, columns // fp4.GROUP, width // fp4.CODES
-        xs = [load_x(code * stretch + at, columns) for code in range(fp4.CODES)]
+        codes = fp4.codes_in(weight_refs[0].dtype)
+        at, groups, stretch = i * columns, columns * codes // fp4.GROUP, width // codes
+        xs = [load_x(code * stretch + at, columns) for code in range(codes)]
         new = []
         for total, index in zip(sums, experts_rows, strict=True):
-            codes = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(at, columns))])
+            elements = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(at, columns))])
             scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
-            for weight, x in zip(fp4.widen(codes, scale, interpret), xs, strict=True):
+            for weight, x in zip(fp4.widen(elements, scale, interpret), xs, strict=True):
                 total = total + _dot(weight, x)
             new.append(total)
         return tuple(new)

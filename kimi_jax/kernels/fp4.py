@@ -1,23 +1,35 @@
-"""MXFP4 weights inside a kernel: words of eight codes, and scales, to bfloat16 in registers."""
+"""MXFP4 weights inside a kernel: elements of four or eight codes, and scales, to bfloat16 in registers.
+
+A kernel reads uint16 of four codes (`halves`) or int32 of eight (`words`). Tensor cores take two neighbours of a row in
+one register: two halves arrive as such a pair, two words in two registers, from which pairs are picked byte by byte.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Int32, UInt8, UInt16
 
-CODES = 8  # in a word
-GROUP = 4  # words, that is 32 weights, that share a scale
+GROUP = 32  # weights that share a scale
 
-# Byte j of two words, twice each, fills a register; of each half of it one nibble n becomes (n << 12 | n << 6), so that
-# its sign is at bit 15 and its magnitude at bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126
-# (subnormals included: both formats lose their leading one at exponent 0).
+# Of each half of register c one nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15 and its magnitude at
+# bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats lose their
+# leading one at exponent 0).
 WIDEN = (
-    "{{ .reg .b32 c, big; prmt.b32 c, $1, $2, {bytes:#x}; and.b32 c, c, {mask:#x}; mul.lo.u32 c, c, {factor:#x};"
-    " and.b32 c, c, 0x81C081C0; mov.b32 big, 0x7E807E80; mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 $0, c, $3; }}"
+    "{{ .reg .b32 c, big; {pick} and.b32 c, c, {mask:#x}; mul.lo.u32 c, c, {factor:#x}; and.b32 c, c, 0x81C081C0;"
+    " mov.b32 big, 0x7E807E80; mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 $0, c, {power}; }}"
 )
 NIBBLES = dict(mask=0x000F000F, factor=0x1040), dict(mask=0x00F000F0, factor=0x104)
-WIDEN_EACH = [WIDEN.format(bytes=0x4400 + 0x1111 * j, **nibble) for j in range(4) for nibble in NIBBLES]
+OF_HALVES = [  # a register holds two elements
+    WIDEN.format(pick=pick, power="$2", **nibble)
+    for pick in ("mov.b32 c, $1;", "shr.u32 c, $1, 8;")
+    for nibble in NIBBLES
+]
+OF_WORDS = [  # byte j of two elements, twice each, fills a register
+    WIDEN.format(pick=f"prmt.b32 c, $1, $2, {0x4400 + 0x1111 * j:#x};", power="$3", **nibble)
+    for j in range(4)
+    for nibble in NIBBLES
+]
 
 
 def words(packed: UInt8[Array, "*X bytes"]) -> Int32[Array, "*X bytes//4"]:
@@ -25,33 +37,45 @@ def words(packed: UInt8[Array, "*X bytes"]) -> Int32[Array, "*X bytes//4"]:
     return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.int32)
 
 
-def split(x: Float[Array, "N D"]) -> Float[Array, "N D"]:
-    """The inputs of each word's first code, then those of the second, and so on."""
+def halves(packed: UInt8[Array, "*X bytes"]) -> UInt16[Array, "*X bytes//2"]:
+    """Two bytes as one number, the first the lower."""
+    return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 2), jnp.uint16)
+
+
+def codes_in(dtype) -> int:
+    """Codes in an element."""
+    return 2 * jnp.dtype(dtype).itemsize
+
+
+def split(x: Float[Array, "N D"], codes: int = 8) -> Float[Array, "N D"]:
+    """The inputs of each element's first code, then those of the second, and so on."""
     N, D = x.shape
-    return x.reshape(N, D // CODES, CODES).swapaxes(1, 2).reshape(N, D)
+    return x.reshape(N, D // codes, codes).swapaxes(1, 2).reshape(N, D)
 
 
-def places(column, width: int):
+def places(column, width: int, codes: int = 8):
     """Where `split` puts a column of `width`."""
-    return column // CODES + (column % CODES) * (width // CODES)
+    return column // codes + (column % codes) * (width // codes)
 
 
-def widen(codes, scale, interpret: bool):
-    """The weights of each word's first code, its second and so on, eight [R, C] bfloat16; exact for scales 2 to 252.
+def widen(elements, scale, interpret: bool):
+    """The weights of each element's first code, its second and so on, each [R, C] bfloat16; exact for scales 2 to 252.
 
-    See `ops.mxfp4`. codes [R, C] int32, scale [R, C // 4] uint8.
+    See `ops.mxfp4`. elements [R, C] int32 or uint16, scale [R, 32 C / codes in one] uint8.
     """
-    rows, columns = codes.shape
+    (rows, columns), codes = elements.shape, codes_in(elements.dtype)
     power = lax.bitcast_convert_type(scale.astype(jnp.int16) << 7, jnp.bfloat16)[:, :, None]
-    power = jnp.broadcast_to(power, (rows, columns // GROUP, GROUP)).reshape(rows, columns)
+    power = jnp.broadcast_to(power, (*scale.shape, GROUP // codes)).reshape(rows, columns)
     if interpret:
-        return [_number((codes >> (4 * i)) & 15) * power for i in range(CODES)]
+        elements = elements.astype(jnp.int32)
+        return [_number((elements >> (4 * i)) & 15) * power for i in range(codes)]
+    texts, registers = (OF_HALVES, "=r,r,r") if codes == 4 else (OF_WORDS, "=r,r,r,r")
     return [
         plgpu.elementwise_inline_asm(
-            asm, args=[codes, power], constraints="=r,r,r,r", pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
+            asm, args=[elements, power], constraints=registers, pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(elements.shape, jnp.bfloat16)],
         )[0]
-        for asm in WIDEN_EACH
+        for asm in texts
     ]  # fmt: skip
 
 

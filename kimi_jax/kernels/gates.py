@@ -1,4 +1,4 @@
-"""KDA's per-token quantities inside a kernel, which the step and the chunks share."""
+"""KDA's per-token quantities inside the step's kernel."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The choice of experts for few tokens, from the router's logits to experts and weights in one pass.
+"""The choice of experts, from the router's logits to experts and weights in one pass.
 
 The sibling of the part of `ops.routing.route` behind its product: XLA sorts all scores and goes over them four times.
 """
@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-MOST_TOKENS = 64  # beyond, a sort of all rows at once is as fast
 TAKEN = -(2**31)  # below every score, as `_ordered` has them
 
 

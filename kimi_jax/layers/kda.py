@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from kimi_jax.config import Config
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
+from kimi_jax.layers.projections import project_together
 from kimi_jax.ops.kda import mix_heads
 from kimi_jax.ops.linear import collect, project
 from sharding_rules import Layout
@@ -86,10 +87,7 @@ class KDA(nnx.Module):
             (heads, CONV, RECURRENT),
         )  # fmt: skip
         with jax.named_scope("kda_project"):
-            qkv = project(x, self.qkv[...])
-            f = project(project(x, self.f_a[...]), self.f_b[...])
-            b = project(x, self.b[...])
-            gate = self._gate(x)
+            qkv, f, b, gate = self._project(x)
         with jax.named_scope("kda_mix"):
             out, conv, recurrent = mix(
                 qkv, f, b, gate, self.conv[...], self.A_log[...], self.dt_bias[...], self.o_norm[...], state.conv,
@@ -104,8 +102,11 @@ class KDA(nnx.Module):
         self.g_a = declare((K, D), (None, EMBED), dtype)
         self.g_b = declare((H, K, K), (KDA_HEADS, None, None), dtype)
 
-    def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
-        return project(project(x, self.g_a[...]), self.g_b[...])
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, Array]:
+        """qkv, the decay's f, b and the output gate, all but qkv as they are before their activations."""
+        qkv, b, f, gate = project_together(self.layout, [x] * 4, [self.qkv, self.b, self.f_a, self.g_a])
+        f, gate = project_together(self.layout, [f, gate], [self.f_b, self.g_b])
+        return qkv, f, b, gate
 
 
 class FullRankKDA(KDA):
@@ -115,5 +116,6 @@ class FullRankKDA(KDA):
         shape = (config.kda_num_heads, config.kda_head_dim, config.hidden_size)
         self.g = declare(shape, (KDA_HEADS, None, EMBED), dtype)
 
-    def _gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H V"]:
-        return project(x, self.g[...])
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[Array, Array, Array, Array]:
+        qkv, b, f, gate = project_together(self.layout, [x] * 4, [self.qkv, self.b, self.f_a, self.g])
+        return qkv, project(f, self.f_b[...]), b, gate

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from kimi_jax.config import Config
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
+from kimi_jax.layers.projections import project_together
 from kimi_jax.ops.helix import helix_attention
 from kimi_jax.ops.linear import collect, project
 from kimi_jax.ops.norm import rms_norm
@@ -115,17 +116,9 @@ class MLA(nnx.Module):
 
     def _project(self, x: Float[Array, "B T D"]):
         """Queries, key/value latent (not yet normalised) and positional part."""
-        down = self._down(x, self.kv_a[...])
-        lat, pe = jnp.split(down, [self.config.kv_lora_rank], axis=-1)
-        return project(x, self.q[...]), lat, pe
-
-    def _down(self, x: Float[Array, "B T D"], weight: Float[Array, "F D"]) -> Float[Array, "B T F"]:
-        """x W^T with W's rows wherever QKV_A says, the result whole on every rank.
-
-        Pinned to the shards first and then to all: constrained to the whole at once, XLA would gather the weight.
-        """
-        y = self.layout.constrain(project(x, weight), BATCH, LENGTH, QKV_A)
-        return self.layout.constrain(y, BATCH, LENGTH, None)
+        q, down = project_together(self.layout, [x, x], [self.q, self.kv_a])
+        lat, pe = jnp.split(self.layout.constrain(down, BATCH, LENGTH, None), [self.config.kv_lora_rank], axis=-1)
+        return q, lat, pe
 
     def _gate(self, x: Float[Array, "B T D"], out: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
         """The output before o_proj; ungated here."""
@@ -155,6 +148,14 @@ class LowRankMLA(MLA):
         c, lat, pe = jnp.split(self._down(x, self.qkv_a[...]), [Q, Q + self.config.kv_lora_rank], axis=-1)
         c = rms_norm(c, self.q_norm[...], self.config.mla_latent_norm_eps)
         return project(c, self.q_b[...]), lat, pe
+
+    def _down(self, x: Float[Array, "B T D"], weight: Float[Array, "F D"]) -> Float[Array, "B T F"]:
+        """x W^T with W's rows wherever QKV_A says, the result whole on every rank.
+
+        Pinned to the shards first and then to all: constrained to the whole at once, XLA would gather the weight.
+        """
+        y = self.layout.constrain(project(x, weight), BATCH, LENGTH, QKV_A)
+        return self.layout.constrain(y, BATCH, LENGTH, None)
 
 
 class GatedMLA(LowRankMLA):

@@ -164,7 +164,8 @@ class Instructions:
             return COLLECTIVES
         if (exact := kernel_name(event.instruction)) in self.own:
             return self.own[exact]
-        if (equals := self.equals.get(event.name)) is None:
+        written = re.sub(r"__\d+$", "", event.name)  # numbered where one `pallas_call` has kernels of several shapes
+        if (equals := self.equals.get(event.name, self.equals.get(written))) is None:
             return None
         turns[equals] += 1
         return self.shared[equals][(turns[equals] - 1) % len(self.shared[equals])]

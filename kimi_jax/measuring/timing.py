@@ -149,7 +149,8 @@ def time_prefill(model: Model, machine: Machine, batch: int, tokens: int, *, pha
 def filled_state(model: Model, batch: int, capacity: int) -> State:
     """A state of random numbers: nothing may be timed on zeros. Its rows hold no token yet."""
     leaves, structure = jax.tree.flatten(model.new_state(batch, capacity).take())
-    for i, leaf in enumerate(leaves[:-1]):  # the lengths are the last; one at a time: no cache is held twice
+    for i, leaf in enumerate(leaves[:-1]):  # the lengths are the last
+        leaf.delete()  # first: a cache may be too large to be held twice
         leaves[i] = born(_random, (leaf.shape, str(leaf.dtype)), leaf.sharding, key_of(("state", i), 0))
     return State(
         jax.tree.unflatten(structure, leaves), model.config, model.layout, model.mesh, np.zeros(batch, np.int32)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
-from kimi_jax.kernels import experts_few, experts_many
+from kimi_jax.kernels import experts_few, experts_few_packed, experts_many
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
@@ -134,7 +134,7 @@ def experts_of_packed(x, chosen, weights, *packed, activation, first=0) -> Float
     if not experts_few.supports_widths(x, hidden):
         return run(x, chosen, weights, *packed, first=first)
     few = experts_few.supports(x, hidden)
-    kernel = experts_few.experts_few_packed if few else experts_many.experts_many_packed
+    kernel = experts_few_packed.experts_few_packed if few else experts_many.experts_many_packed
     return _by_platform(partial(kernel, activation=activation), run, first, x, chosen, weights, *packed)
 
 

@@ -6,10 +6,13 @@ of the ones that are merged, so that flattening keeps it whole.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from kimi_jax.kernels import project_few as kernel
 
 
 def project(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
@@ -19,6 +22,24 @@ def project(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None)
     """
     flat = _product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), out_dtype or x.dtype)
     return flat.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def project_each(xs: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """`project` of each x by its weight; the leading axes of all x are alike. On CUDA one kernel for few rows."""
+
+    def op(*arrays):
+        return tuple(map(project, arrays[: len(xs)], arrays[len(xs) :]))
+
+    def in_one_kernel(*arrays):
+        flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
+        products = kernel.project_few(flat[: len(xs)], flat[len(xs) :])
+        return tuple(
+            y.reshape(*x.shape[:-1], *weight.shape[:-1]) for x, weight, y in zip(xs, weights, products, strict=True)
+        )
+
+    if not all(kernel.supports(x, weight) for x, weight in zip(xs, weights, strict=True)):
+        return op(*xs, *weights)
+    return jax.lax.platform_dependent(*xs, *weights, cuda=in_one_kernel, default=op)
 
 
 def collect(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:

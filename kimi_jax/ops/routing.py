@@ -1,6 +1,7 @@
 """Which experts a token goes to, and with what weights. Knows nothing of the experts themselves or of devices.
 
-Float32 at full precision throughout: with hundreds of experts the last chosen and the first left out lie close.
+Float32 at full precision throughout: with hundreds of experts the last chosen and the first left out lie close. The
+products of two bfloat16 numbers are float32 numbers, so those are left to the matrix units, which sum them in float32.
 """
 
 from functools import partial
@@ -35,8 +36,6 @@ def route(
     """
     logits, how = _logits(x, weight), dict(renormalize=renormalize, scale=scale, weigh_biased=weigh_biased)
     op = partial(choose_experts, top_k=top_k, **how)
-    if x.shape[0] > kernel.MOST_TOKENS:
-        return op(logits, bias)
     return lax.platform_dependent(logits, bias, cuda=partial(kernel.choose_experts, top_k=top_k, **how), default=op)
 
 
@@ -72,7 +71,10 @@ def margins(
 
 
 def _logits(x: Float[Array, "N D"], weight: Float[Array, "E D"]) -> Float32[Array, "N E"]:
-    return jnp.einsum("nd,ed->ne", x.astype(jnp.float32), weight.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    if not x.dtype == weight.dtype == jnp.bfloat16:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    about = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.einsum("nd,ed->ne", x, weight, **about)
 
 
 def _scores(

@@ -13,8 +13,9 @@ B, T, H, K, WIDTH = 2, 150, 2, 64, 4  # two whole chunks and a broken one
 COUNTS = [T, 71]
 
 
-def _inputs(resemblance=0.0, write=0.0, decay=1.0, seed=0):
-    """resemblance: of the keys, and queries, to each other; write: added to the write strength's logit."""
+def _inputs(resemblance=0.0, write=0.0, decay=1.0, forgetting=None, seed=0):
+    """resemblance: of the keys, and queries, to each other; write: added to the write strength's logit; forgetting: the
+    share of the decays that are as strong as can be, all others next to none."""
     r = np.random.default_rng(seed)
     f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -22,8 +23,11 @@ def _inputs(resemblance=0.0, write=0.0, decay=1.0, seed=0):
         return jnp.asarray(r.normal(size=shape), dtype)
 
     qkv = normal(B, T, H, 3, K) + bf16(resemblance) * normal(1, 1, H, 3, K)
+    f = normal(B, T, H, K)
+    if forgetting is not None:
+        f = jnp.where(r.random(f.shape) < forgetting, bf16(300.0), bf16(-8.0))
     return (
-        qkv, normal(B, T, H, K), normal(B, T, H) + bf16(write), normal(B, T, H, K), normal(H, 3, K, WIDTH),
+        qkv, f, normal(B, T, H) + bf16(write), normal(B, T, H, K), normal(H, 3, K, WIDTH),
         normal(H, dtype=f32) + np.log(decay).astype(np.float32), normal(H, K, dtype=f32), normal(K),
         normal(B, WIDTH - 1, H, 3, K), normal(B, H, K, K, dtype=f32), jnp.asarray(COUNTS, jnp.int32),
     )  # fmt: skip
@@ -41,8 +45,11 @@ def _relative(got, want):
 
 
 @pytest.mark.parametrize("inputs", [
-    {}, {"decay": 1e-3}, {"decay": 50.0}, {"resemblance": 2.0, "write": 9.0, "decay": 1e-2},
-], ids=["usual", "hardly any decay", "strong decay", "keys that resemble each other, written in full"])  # fmt: skip
+    {}, {"decay": 1e-3}, {"decay": 50.0}, {"forgetting": 0.1}, {"resemblance": 2.0, "write": 9.0, "decay": 1e-2},
+], ids=[
+    "usual", "hardly any decay", "strong decay", "strong decays amid hardly any",
+    "keys that resemble each other, written in full",
+])  # fmt: skip
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_chunk_kernels_equal_the_layer(inputs, lower_bound):
     got, want = _both(*_inputs(**inputs), lower_bound=lower_bound)

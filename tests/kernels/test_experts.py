@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from kimi_jax.kernels import fp4
-from kimi_jax.kernels.experts_few import experts_few, experts_few_packed
+from kimi_jax.kernels.experts_few import experts_few
+from kimi_jax.kernels.experts_few_packed import experts_few_packed
 from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
@@ -14,7 +15,7 @@ from kimi_jax.ops.gated_mlp import gated_mlp
 
 K, HELD, ALL, F, D = 3, 4, 9, 64, 128
 BLOCKS = (64, 64, 64, 32)
-WORDS = (64, 16, 64, 8)  # of eight weights
+HALVES, WORDS = (64, 32, 64, 16), (64, 16, 64, 8)  # of four weights, of eight
 
 
 def _case(tokens):
@@ -64,23 +65,31 @@ def test_many_tokens_kernel_equals_dense(block):
     assert _error(got, *case, 3) < 1e-2
 
 
-@pytest.mark.parametrize("kernel", [experts_few_packed, experts_many_packed])
-def test_packed_kernels_equal_dense_on_dequantised_weights(kernel):
-    x, chosen, weights, *wide = _case(19)
+@pytest.mark.parametrize(
+    ("kernel", "blocks", "tokens"),
+    [(experts_few_packed, HALVES, 1), (experts_few_packed, HALVES, 40), (experts_many_packed, WORDS, 19)],
+)
+def test_packed_kernels_equal_dense_on_dequantised_weights(kernel, blocks, tokens):
+    x, chosen, weights, *wide = _case(tokens)
+    assert (jnp.bincount(chosen.reshape(-1))[3] > 8) == (tokens == 40)  # more than one round of eight
     packed = [mxfp4.pack(w) for w in wide]
     wide = [mxfp4.dequantise(*p, jnp.float32) for p in packed]
-    got = kernel(x, chosen, weights, *packed[0], *packed[1], activation=swiglu, first=3, blocks=WORDS, interpret=True)
-    assert _error(got, x, chosen, weights, *wide, 3) < 1e-2
+    first = jnp.min(chosen) if tokens == 1 else 3
+    weights_of = *packed[0], *packed[1]
+    got = kernel(x, chosen, weights, *weights_of, activation=swiglu, first=first, blocks=blocks, interpret=True)
+    assert _error(got, x, chosen, weights, *wide, first) < 1e-2
 
 
+@pytest.mark.parametrize("elements", [fp4.words, fp4.halves])
 @pytest.mark.parametrize("scale", [2, 127, 252])
-def test_widened_words_are_the_dequantised_numbers_bit_for_bit(scale):
+def test_widened_elements_are_the_dequantised_numbers_bit_for_bit(scale, elements):
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     scales = jnp.full((2, 8), scale, jnp.uint8).at[1].add(jnp.uint8(1 if scale < 252 else 0))
     want = mxfp4.dequantise(packed, scales, jnp.bfloat16)
-    got = jnp.concatenate(fp4.widen(fp4.words(packed), scales, interpret=True), axis=1)
-    np.testing.assert_array_equal(got.view(jnp.int16), fp4.split(want).view(jnp.int16))
-    at = fp4.places(jnp.arange(256, dtype=jnp.int32), 256)
+    parts = fp4.widen(elements(packed), scales, interpret=True)
+    got, codes = jnp.concatenate(parts, axis=1), len(parts)
+    np.testing.assert_array_equal(got.view(jnp.int16), fp4.split(want, codes).view(jnp.int16))
+    at = fp4.places(jnp.arange(256, dtype=jnp.int32), 256, codes)
     np.testing.assert_array_equal(got[:, at].view(jnp.int16), want.view(jnp.int16))
 
 
