@@ -131,6 +131,8 @@ def _queries(mem: Memory, at: Stretch):
     for c in range(at.kept):
         plgpu.barrier_wait(mem.full.at[c])
         queries.append(plgpu.layout_cast(mem.ring.at[c][...], WGMMA))
+    if at.kept:
+        plgpu.commit_smem()  # on a cluster's barrier one warp arrives for all four: they must all have read
     for c in range(at.kept):
         _give_back(mem, c, 2)
     if mem.query is not None:
