@@ -22,6 +22,7 @@ SCORES, FIRST_HALF, SECOND_HALF, COPIES = range(4)  # what each of the four warp
 SHARED = 227 * 1024 - 2048  # bytes of shared memory a program may use, less its barriers
 REGISTERS = 512  # of each of the 128 threads of the four warpgroups, together
 COPY_REGISTERS = 32
+SCORING = 80  # registers of the scores' warpgroup beside the queries it keeps
 SHORTEST = 4096  # slots; measured on an H200: at 1,024 `mla_decode` is faster (9.7 against 11.8 us), at 8,192 slower
 
 
@@ -44,18 +45,20 @@ def attend_absorbed_hopper(
     *,
     columns: int | None = None,
     ring: int | None = None,
+    kept: int | None = None,
     splits: int | None = None,
     interpret: Any = None,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
     """score_s = scale (q_h . row_s)    out = sum_s softmax(score)_s row_s[:latent]    lse = ln sum_s exp(score_s)
 
     over the slots s < lengths[b]; what later slots hold does not matter. lengths[b] = 0 gives out = 0 and lse = -inf.
-    A program folds one stretch of the cache for up to 64 heads, in tiles of 64 slots. The slots are the rows of the
-    scores and the latents those of the output, so that the heads are padded to 8 and no further. One warpgroup copies
-    the tiles in chunks of `columns` columns into a ring of `ring` chunks, one forms scores and weights, two hold half
-    of the output's latents each. More heads than 64 are a cluster of programs which read the same copies.
+    A program folds one stretch of the cache for up to 64 heads, in tiles of 64 slots. One warpgroup copies the tiles in
+    chunks of `columns` columns into a ring of `ring` chunks. One forms scores and weights; the heads are its rows, so
+    that the first `kept` chunks of the queries stay in its registers (the rest in shared memory) and a head's softmax
+    needs four threads only. Two hold half of the output's latents each, with the latents as rows, so that the heads are
+    padded to 8 and no further. More heads than 64 are a cluster of programs which read the same copies.
 
-    interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
+    interpret: `plgpu.InterpretGPUParams()` runs on a CPU, with kept=0: it cannot multiply what is in registers.
 
     Floor: 2 Z bytes a slot, or 2 H (Z + latent) operations. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2; the
     split as in flash-decoding (Dao et al. 2023), the roles as in FlashAttention-3 (arXiv 2407.08608).
@@ -65,13 +68,15 @@ def attend_absorbed_hopper(
     N = pl.cdiv(H, blocks * 8) * 8
     splits = splits or max(1, min(PROGRAMS // (B * blocks), pl.cdiv(rows.shape[2], TILE)))
     columns = columns or (3 * TILE if Z % (3 * TILE) == 0 else TILE)
-    reducing = 1024 * (N // 8)
-    ring = ring or (SHARED - 2 * N * Z - 2 * (2 * N * TILE + 4 * N) - reducing) // (2 * TILE * columns)
+    _, scoring = _registers(N)
+    kept = min(Z // columns, (scoring - SCORING) // (columns // 4)) if kept is None else kept
+    rest = Z - kept * columns
+    ring = ring or (SHARED - 2 * TILE * rest - 4 * TILE * TILE - 12 * TILE) // (2 * TILE * columns)
     if ring < Z // columns:
         raise ValueError(f"ring={ring} does not hold a tile of {Z // columns} chunks: give at least as many")
     query = jnp.pad(query, ((0, 0), (0, 0), (0, blocks * N - H), (0, 0)))
     outs, lses = plgpu.kernel(
-        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits),
+        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, N=N, kept=kept),
         out_type=(
             jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.float32),
             jax.ShapeDtypeStruct((B, splits, blocks * N), jnp.float32),
@@ -82,8 +87,8 @@ def attend_absorbed_hopper(
         cluster_names=("block",),
         num_threads=4,
         thread_name="role",
-        scratch_types=[_memory(N, Z, columns, ring, blocks)],
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reducing),
+        scratch_types=[_memory(rest, columns, ring, blocks)],
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="mla_attend_stretch_hopper",
     )(query, rows, lengths)
@@ -91,20 +96,27 @@ def attend_absorbed_hopper(
     return out[:, :, :H], lse[:, :, :H]
 
 
-def _memory(N, Z, columns, ring, blocks) -> Memory:
+def _registers(N):
+    """Of a thread that holds a half of the output: its sums and what its products need; and what is left to score."""
+    held = 2 * N + (40 if N > 48 else 32)
+    return held, min(232, REGISTERS - COPY_REGISTERS - 2 * held)
+
+
+def _memory(rest, columns, ring, blocks) -> Memory:
     swizzled = functools.partial(
         plgpu.SMEM,
         dtype=jnp.bfloat16,
         transforms=(plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128)),
     )
-    free = plgpu.Barrier(num_barriers=ring, num_arrivals=3)
+    free = plgpu.Barrier(num_barriers=ring, num_arrivals=2)
     if blocks > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=ring, num_arrivals=3)
+        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=ring, num_arrivals=2)
     return Memory(
-        swizzled((N, Z)),
+        swizzled((TILE, rest)) if rest else None,
         swizzled((ring, TILE, columns)),
-        swizzled((2, N, TILE)),
-        plgpu.SMEM((2, N), jnp.float32),
+        swizzled((2, TILE, TILE)),
+        plgpu.SMEM((2, TILE), jnp.float32),
+        plgpu.SMEM((TILE,), jnp.float32),
         plgpu.Barrier(),
         plgpu.Barrier(num_barriers=ring),
         free,
@@ -113,9 +125,9 @@ def _memory(N, Z, columns, ring, blocks) -> Memory:
     )
 
 
-def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits):
+def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, N, kept):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
-    N, Z = mem.query.shape
+    Z = q_ref.shape[-1]
     depth, _, columns = mem.ring.shape
     length = lengths_ref[b]
     tiles = (length + TILE - 1) // TILE
@@ -124,8 +136,8 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
     last = jnp.minimum(first + share, tiles)
     whole = jnp.clip(length // TILE, first, last)  # a stretch may begin behind the last tile
     heads = pl.ds(lax.axis_index("block") * N, N)
-    at = Stretch(b, split, heads, length, first, whole, last, Z // columns, depth)
-    held = 2 * N + 40  # registers: a half of the output, and what its products need
+    at = Stretch(b, split, heads, length, first, whole, last, Z // columns, depth, kept)
+    held, scoring = _registers(N)
 
     @pl.when(role == COPIES)
     def _copies():
@@ -134,13 +146,13 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
 
     @pl.when(role == SCORES)
     def _scores():
-        _set_registers(min(232, REGISTERS - COPY_REGISTERS - 2 * held))
-        form_weights(lse_ref, mem, at, latent, scale)
+        _set_registers(scoring)
+        form_weights(mem, at, latent, scale)
 
     @pl.when(role == FIRST_HALF)
     def _first_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, 0, latent // 2)
+        sum_weighted(out_ref, mem, at, 0, latent // 2, lse_ref)
 
     @pl.when(role == SECOND_HALF)
     def _second_half():
