@@ -98,7 +98,7 @@ def attend_absorbed_hopper(
 
 def _registers(N):
     """Of a thread that holds a half of the output: its sums and what its products need; and what is left to score."""
-    held = 2 * N + (40 if N > 48 else 32)
+    held = min(2 * N + (40 if N > 48 else 32), (REGISTERS - COPY_REGISTERS) // 3)
     return held, min(232, REGISTERS - COPY_REGISTERS - 2 * held)
 
 

@@ -131,7 +131,7 @@ def _queries(mem: Memory, at: Stretch):
     for c in range(at.kept):
         plgpu.barrier_wait(mem.full.at[c])
         queries.append(plgpu.layout_cast(mem.ring.at[c][...], WGMMA))
-    if at.kept:
+    if lax.axis_size("block") > 1:
         plgpu.commit_smem()  # on a cluster's barrier one warp arrives for all four: they must all have read
     for c in range(at.kept):
         _give_back(mem, c, 2)
