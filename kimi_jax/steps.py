@@ -15,7 +15,6 @@ from kimi_jax.sampling import Sampling, row_keys, token_logprobs
 from kimi_jax.state import Cache
 
 BURST = 64  # tokens a row that one run of the decode loop can draw
-UNWATCHED = 4  # steps between two looks at whether any row goes on: the host waits for the device at each look
 
 
 def logits(
@@ -147,23 +146,19 @@ def burst(
         _, b = carry
         return (b.steps < steps) & b.live.any() & b.finite.all()
 
-    def step(_: Array, carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
-        (cache, b), goes_on = carry, unfinished(carry)
-        feeds = b.live & goes_on  # all rows rest in the steps behind the last
-        logits, cache = extend(decoder, b.token[:, None], feeds.astype(jnp.int32), cache)
+    def step(carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
+        cache, b = carry
+        logits, cache = extend(decoder, b.token[:, None], b.live.astype(jnp.int32), cache)
         new, logprobs, finite = draw(decoder, logits, sampling, seeds, drawn + b.steps, want_logprobs=want_logprobs)
-        new = jnp.where(feeds, new, b.token)
-        column = jnp.where(goes_on, b.steps, BURST)  # past the end, where nothing is written
+        new = jnp.where(b.live, new, b.token)
+        out = b.tokens.at[:, b.steps].set(jnp.where(b.live, new, -1))
         return cache, Burst(
-            b.tokens.at[:, column].set(jnp.where(feeds, new, -1), mode="drop"),
-            b.logprobs.at[:, column].set(logprobs, mode="drop"),
+            out,
+            b.logprobs.at[:, b.steps].set(logprobs),
             new,
-            b.live & ~(feeds & (new[:, None] == stops[None, :]).any(-1)),
-            b.finite & (finite | ~feeds),
-            b.steps + goes_on.astype(jnp.int32),
+            b.live & ~(new[:, None] == stops[None, :]).any(-1),
+            finite | ~b.live,
+            b.steps + 1,
         )
 
-    def some_steps(carry: tuple[Cache, Burst]) -> tuple[Cache, Burst]:
-        return jax.lax.fori_loop(0, UNWATCHED, step, carry)
-
-    return jax.lax.while_loop(unfinished, some_steps, (cache, start))
+    return jax.lax.while_loop(unfinished, step, (cache, start))
