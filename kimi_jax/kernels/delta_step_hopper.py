@@ -46,8 +46,8 @@ class Small(NamedTuple):
 
 
 def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
-    """Whether `mix_heads_step_hopper` can stand in: one token, and a head a warpgroup wide."""
-    return qkv.shape[1] == 1 and qkv.shape[-1] == WIDTH
+    """Whether `mix_heads_step_hopper` can stand in: one token in bfloat16, and a head a warpgroup wide."""
+    return qkv.shape[1] == 1 and qkv.shape[-1] == WIDTH and qkv.dtype == jnp.bfloat16
 
 
 @lowered_once("lower_bound", "eps", "interpret")

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import Activation
-from kimi_jax.kernels.experts_order import order_by_expert
+from kimi_jax.kernels.experts_order import PAIRS, order_by_expert
 from kimi_jax.kernels.experts_product import products, weighted_sum
 
 
@@ -36,7 +36,7 @@ def experts_many(
 ) -> Float32[Array, "N D"]:
     """y[n] = sum_k weights[n, k] * down_e activation(gate_e x[n], up_e x[n]),  e = chosen[n, k] - first, 0 <= e < E.
 
-    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block, at most the CHUNK of
+    As `ops.experts.experts_grouped`, its roundings included. block: rows of tokens in a block, at most PAIRS of
     `experts_order`; an expert's last one takes the smallest of block, block / 2, .. block / split that holds its rows.
     blocks: rows and columns of a weight held at a time by the first product, then by the second.
 
@@ -94,6 +94,8 @@ def _run(x, chosen, weights, first, gate_up, down, shape, activation, block, spl
     (N, k), (E, F, D) = chosen.shape, shape
     pairs, packed = N * k, len(gate_up) == 2
     block = block or _block(pairs, E)
+    if block > PAIRS:
+        raise ValueError(f"block={block} is more than the {PAIRS} rows that the order has behind its last pair")
     split = split or (4 if block > 64 else 2)
     order, table = _plan(chosen.reshape(-1) - first, E, block, interpret)
     count = table.shape[1]

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int32
 
-CHUNK = 256  # pairs a program counts and places
+PAIRS = 256  # pairs a program counts and places
 
 
 def order_by_expert(
@@ -19,13 +19,13 @@ def order_by_expert(
 ) -> tuple[Int32[Array, " Q"], Int32[Array, " E"]]:
     """order[i] = which pair is the i-th when sorted by expert, equal ones as they come; and the pairs of each expert.
 
-    Pairs of other than the experts 0 .. E-1 are left out. Behind the last pair there is room for CHUNK more (Q = P +
-    CHUNK), whose entries are anything.
+    Pairs of other than the experts 0 .. E-1 are left out. Behind the last pair there is room for PAIRS more (Q = P +
+    PAIRS), whose entries are anything.
 
-    Each program counts its pairs by expert; then it is known where they go. Floor: 12 bytes a pair.
+    Each program counts its pairs by expert; then it is known where they go. Floor: 8 bytes a pair.
     """
     pairs, width = local.shape[0], pl.next_power_of_2(experts)
-    chunks = pl.cdiv(pairs, CHUNK)
+    chunks = pl.cdiv(pairs, PAIRS)
     call = functools.partial(
         pl.pallas_call,
         grid=(chunks,),
@@ -41,14 +41,14 @@ def order_by_expert(
     starts = _counts_before(counts) + (jnp.cumsum(each) - each)[None, :]
     order = call(
         functools.partial(_place, experts=experts),
-        out_shape=jax.ShapeDtypeStruct((pairs + CHUNK,), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((pairs + PAIRS,), jnp.int32),
         name="experts_place_pairs",
     )(local, starts)
     return order, each[:experts]
 
 
 def _counts_before(counts: Int32[Array, "M E"]) -> Int32[Array, "M E"]:
-    """What the chunks before each chunk hold: one product, exact in bfloat16 as no count is above CHUNK = 2^8.
+    """What the chunks before each chunk hold: one product, exact in bfloat16 as no count is above PAIRS = 2^8.
 
     A cumulative sum by XLA takes longer than both kernels.
     """
@@ -69,12 +69,12 @@ def _place(local_ref, starts_ref, order_ref, *, experts):
     start = plgpu.load(starts_ref.at[pl.program_id(0), jnp.where(held, local, 0)])
     ahead = (local[:, None] == local[None, :]) & (pair[:, None] < pair[None, :])
     place = start + jnp.sum(jnp.where(ahead, 1, 0), axis=0)
-    behind = local_ref.shape[0] + jnp.arange(CHUNK, dtype=jnp.int32)
+    behind = local_ref.shape[0] + jnp.arange(PAIRS, dtype=jnp.int32)
     plgpu.store(order_ref.at[jnp.where(held, place, behind)], pair, mask=held)
 
 
 def _chunk(local_ref):
     """This program's pairs, and the expert of each, -1 where there is no pair."""
-    pair = pl.program_id(0) * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-    some = local_ref.at[pl.ds(pl.program_id(0) * CHUNK, CHUNK)]
+    pair = pl.program_id(0) * PAIRS + jnp.arange(PAIRS, dtype=jnp.int32)
+    some = local_ref.at[pl.ds(pl.program_id(0) * PAIRS, PAIRS)]
     return pair, plgpu.load(some, mask=pair < local_ref.shape[0], other=-1)

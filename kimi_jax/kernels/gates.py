@@ -1,4 +1,4 @@
-"""KDA's per-token quantities inside the step's kernel."""
+"""KDA's per-token quantities inside the kernels of one token."""
 
 import jax
 import jax.numpy as jnp

@@ -36,16 +36,16 @@ def project_few(
     warps: int | None = None,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "N _"]]:
-    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x. O and D differ with i.
+    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x. O and D may differ with i.
 
     A program takes `rows` rows of one weight, `columns` at a time: a single x by multiplying and adding, more by matrix
-    products, `stages` tiles in flight; what is not given is what was fastest on an H200.
+    products, `stages` tiles in flight; what is not given is what was fastest on an H200 for the first D.
 
     Floor: 2 O D bytes a weight.
     """
     N, D = xs[0].shape
     if N == 1:
-        kernel, best = _one_row, (max(1, 2048 // D), 256, 1, 1)
+        kernel, best = _one_row, (1 if D > 1024 else 16, 256, 1, 1)
     else:
         kernel, best = _some_rows, (32, 128, 5, 2) if D > 1024 else (64, 128, 5, 4)
     rows, columns, stages, warps = (x or y for x, y in zip((rows, columns, stages, warps), best, strict=True))
