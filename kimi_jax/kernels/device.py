@@ -18,8 +18,8 @@ def hopper_for_mosaic() -> bool:
     """Whether this process's devices are Hopper GPUs (a lowering knows "cuda" only) and this JAX can compile for them
     what `kernels` writes in Pallas's Mosaic GPU form.
 
-    JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads' statistics: MLA's
-    reasons. KDA's step has run on a GPU with 0.11 alone.
+    For MLA: JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads'
+    statistics. KDA's step has run on a GPU with 0.11 alone.
     """
     hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
     return hopper and jax.__version_info__[:2] == (0, 11)

@@ -15,8 +15,8 @@ def project_together(
 ) -> tuple[Float[Array, "B T *O"], ...]:
     """y_i = W_i x_i for each i, on each rank the rows of W_i that it holds.
 
-    A weight is split along its first axis only (no layout splits the others); every x is whole on every rank. Not left to XLA,
-    which would gather the weights in front of a kernel.
+    A weight is split along its first axis only (no layout splits the others); every x is whole on every rank. Not left
+    to XLA, which would gather the weights in front of a kernel.
     """
 
     def here(*arrays):

@@ -1,7 +1,8 @@
 """Which experts a token goes to, and with what weights. Knows nothing of the experts themselves or of devices.
 
-Scores are float32: with hundreds of experts the last chosen and the first left out lie close. Products of float32 numbers
-are taken at full precision; those of bfloat16 ones are exact, and left to the matrix units, which sum them in float32.
+Scores are float32: with hundreds of experts the last chosen and the first left out lie close. Products of float32
+numbers are taken at full precision; those of bfloat16 ones are exact, and left to the matrix units, which sum them in
+float32.
 """
 
 from functools import partial
