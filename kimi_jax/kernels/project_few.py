@@ -36,7 +36,7 @@ def project_few(
     warps: int | None = None,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "N _"]]:
-    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x. O and D may differ with i.
+    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x. O and D differ with i.
 
     A program takes `rows` rows of one weight, `columns` at a time: a single x by multiplying and adding, more by matrix
     products, `stages` tiles in flight. What is not given is what was fastest on an H200, for the first D.
