@@ -5,6 +5,7 @@ states and the caches out. Prefill, its chunks and decode differ only in T.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from kimi_jax.layers.block import AttnResBlock, Block, LayerCache, Stored
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
 from kimi_jax.ops.attn_res import attn_res
+from kimi_jax.ops.embedding import embed
 from kimi_jax.ops.linear import project
 from kimi_jax.ops.norm import rms_norm
 from sharding_rules import Layout, Size, axes, check
@@ -107,10 +109,10 @@ class Transformer(nnx.Module):
 
     def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Float[Array, "B T D"]:
         """E[tokens]; padding enters as zeros, so whatever its embedding holds can reach nobody."""
+        axis, at = self.layout.mesh_axes(VOCAB), (BATCH, LENGTH)
         with jax.named_scope("embed"):
-            h = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
-            h = jnp.where(chunk.live(tokens.shape[1])[..., None], h, jnp.zeros((), h.dtype))
-            return self.layout.constrain(h, BATCH, LENGTH, EMBED)
+            look_up = self.layout.per_shard(partial(embed, axis=axis), [(VOCAB, EMBED), at, at], (*at, EMBED))
+            return look_up(self.embed[...], tokens, chunk.live(tokens.shape[1]))
 
     def finish(self, stream: Stream) -> Float[Array, "B T D"]:
         """The final norm."""
