@@ -19,13 +19,14 @@ from kimi_jax.checkpoints.contents import Contents
 from kimi_jax.checkpoints.hub_write import export_params
 from kimi_jax.checkpoints.save_write import Saving, save_params
 from kimi_jax.checkpoints.states import read_state
+from kimi_jax.compiled import born
 from kimi_jax.config import ASSETS, Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.model import DTYPES, Parameter, build, sizes
 from kimi_jax.ops.mxfp4 import dequantise
 from kimi_jax.placement import weight_bytes
 from kimi_jax.processes import agree, alone
-from kimi_jax.runtime import Model, born
+from kimi_jax.runtime import Model
 from kimi_jax.state import State
 from kimi_jax.tables import human
 from kimi_jax.tokenizer import load_tokenizer

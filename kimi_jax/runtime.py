@@ -1,25 +1,22 @@
-"""`Model`: parameters on their devices and the compiled steps. jit lives here and nowhere else.
+"""`Model`: parameters on their devices and the steps that are compiled for them.
 
-Steps are compiled once for each shape and kept with the model; the parameters are passed as a pure dict, the layout is
-closed over. Inputs that come from a user are checked in `generate` and at the top of each public method.
+Inputs that come from a user are checked in `generate` and at the top of each public method.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from kimi_jax import processes, steps
 from kimi_jax.checkpoints.report import LoadReport
+from kimi_jax.compiled import Compiled, empty
 from kimi_jax.config import Config
 from kimi_jax.model import Parameter, build, checked_dtype, guard
 from kimi_jax.sampling import Greedy, Sampling
@@ -30,25 +27,6 @@ from sharding_rules import DeviceMesh, Layout, stripes, whole_number
 
 MOST_TOKENS = (1 << 31) - 1  # positions are int32
 Rows = ArrayLike | Sequence  # numbers, one or a list a row: arrays or plain lists
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Any:
-    """make(about, *arrays), new arrays that are born on `sharding`; compiled once for each `about`."""
-    return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
-
-
-@lru_cache(maxsize=64)
-def empty(
-    config: Config, layout: Layout, mesh: DeviceMesh, batch: int, capacity: int, dtype: DTypeLike
-) -> Callable[[], Cache]:
-    """What makes an empty cache, born sharded: compiled here, run by whoever calls it."""
-    shapes = cache_shapes(config, layout, batch, capacity, dtype)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        out_shardings=cache_shardings(config, layout, mesh),
-    )
-    return make.lower().compile()
 
 
 class Model:
@@ -219,7 +197,7 @@ class Model:
         rounded = stripes.capacity(capacity, self.layout.tokens_per_block, self.layout.cp)
         return empty(self.config, self.layout, self.mesh, batch, rounded, self.dtype)
 
-    def _append(self, step: "Compiled", tokens: Rows, lengths: Rows | None, state: State) -> tuple[Any, State]:
+    def _append(self, step: Compiled, tokens: Rows, lengths: Rows | None, state: State) -> tuple[Any, State]:
         """Check the arguments of a step that feeds tokens, and run it -> what it gives, new state."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
@@ -266,45 +244,3 @@ class Model:
                 f"lengths={counts.tolist()}: one number from 0 to {length} for each of {batch} rows is wanted"
             )
         return counts
-
-
-class Compiled:
-    """One step of a model, compiled once for each shape of its arguments and kept: nothing is traced twice."""
-
-    def __init__(
-        self, model: Model, step: Callable, *, out: Any, donate: Sequence[str] = (), static: Sequence[str] = ()
-    ):
-        def run(params: Any, *args: Any, **kwargs: Any):
-            with jax.default_matmul_precision("highest"):  # of float32 products; those of bfloat16 are exact anyway
-                return step(nnx.merge(model.graph, params), *args, **kwargs)
-
-        self.model, self.whole = model, model.layout.sharding(model.mesh)
-        self.executables: dict[Any, Any] = {}
-        names = list(inspect.signature(step).parameters)  # the first is the module, made from the parameters
-        self._jit = jax.jit(
-            run,
-            donate_argnums=tuple(names.index(name) for name in donate),
-            static_argnames=static,
-            out_shardings=out,
-        )
-
-    def __call__(self, *args: Any, **static: Any) -> Any:
-        """Run on the model's parameters."""
-        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else processes.put(x, self.whole), args)
-        return self.compile(*args, **static)(self.model.params, *args)
-
-    def compile(self, *args: Any, **static: Any) -> Any:
-        """The executable for arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
-        leaves, structure = jax.tree.flatten(args)
-        key = (structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves), tuple(static.items()))
-        if key not in self.executables:
-            args = jax.tree.map(self._placed, args)
-            with jax.set_mesh(self.model.mesh):
-                self.executables[key] = self._jit.lower(self.model.params, *args, **static).compile()
-        return self.executables[key]
-
-    def _placed(self, x: Any) -> Any:
-        """An argument with a placement: on every device, unless it has one."""
-        if isinstance(x, jax.Array) or getattr(x, "sharding", None) is not None:
-            return x
-        return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=self.whole)

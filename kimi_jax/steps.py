@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.layers.chunk import Chunk
@@ -64,21 +66,15 @@ def overhear(decoder: Transformer, listen: Callable[[MoE, Array], Array]) -> lis
     in the order of the layers.
     """
     heard: list[Array] = []
+
+    def listening(run: Callable[..., Any], module: nnx.Module, x: Array, *args: Any) -> Any:
+        if isinstance(module, MoE):
+            heard.append(listen(module, x))
+        return run(module, x, *args)
+
     for block in decoder.layers:
-        if isinstance(block.ffn, MoE):
-            setattr(block, "ffn", _Overheard(block.ffn, listen, heard))  # noqa: B010  (not the type it declares)
+        block.run = partial(listening, block.run)
     return heard
-
-
-class _Overheard:
-    """A MoE to whose input somebody listens."""
-
-    def __init__(self, moe: MoE, listen: Callable[[MoE, Array], Array], heard: list[Array]):
-        self.moe, self.listen, self.heard = moe, listen, heard
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        self.heard.append(self.listen(self.moe, x))
-        return self.moe(x)
 
 
 def choose(

@@ -106,7 +106,7 @@ def test_it_uses_public_names_alone(file):
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from kimi_jax.runtime import born", ["kimi_jax.runtime.born"]),
+        ("from kimi_jax.compiled import born", ["kimi_jax.compiled.born"]),
         ("from kimi_jax import steps", ["kimi_jax.steps"]),
         ("import kimi_jax.layers.mla", ["kimi_jax.layers.mla"]),
         ("kimi_jax.loading.load()", ["kimi_jax.loading"]),

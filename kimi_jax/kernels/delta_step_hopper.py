@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.kernels.device import lowered_once
 from kimi_jax.kernels.gates import log_decay
 
 WIDTH = 128  # of a head: a value a thread
@@ -50,7 +49,6 @@ def supports(qkv: Float[Array, "B T H 3 K"]) -> bool:
     return qkv.shape[1] == 1 and qkv.shape[-1] == WIDTH and qkv.dtype == jnp.bfloat16
 
 
-@lowered_once("lower_bound", "eps", "interpret")
 def mix_heads_step_hopper(
     qkv: Float[Array, "B 1 H 3 K"],
     f: Float[Array, "B 1 H K"],

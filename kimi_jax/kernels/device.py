@@ -1,7 +1,4 @@
-"""What the kernels take for granted about the GPU that they run on, and about being called by every layer."""
-
-from collections.abc import Callable
-from functools import partial
+"""What the kernels take for granted about the GPU that they run on."""
 
 import jax
 
@@ -23,11 +20,3 @@ def hopper_for_mosaic() -> bool:
     """
     hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
     return hopper and jax.__version_info__[:2] == (0, 11)
-
-
-def lowered_once(*static: str) -> Callable[[Callable], Callable]:
-    """Make the layers that call a kernel alike share one lowering: Mosaic's takes seconds, each time.
-
-    static: the arguments by name that are no arrays. This is no program of its own: it becomes part of the caller's.
-    """
-    return partial(jax.jit, static_argnames=static)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.kernels.device import PROGRAMS, lowered_once
+from kimi_jax.kernels.device import PROGRAMS
 from kimi_jax.kernels.mla_decode import LOG2E, merge_stretches
 from kimi_jax.kernels.mla_decode_roles import TILE, Memory, Stretch, copy_tiles, form_weights, sum_weighted
 
@@ -36,7 +36,6 @@ def supports(query: Float[Array, "B T H Z"], slots: int, latent: int) -> bool:
     return query.shape[1] == 1 and slots >= SHORTEST and whole and few and query.dtype == jnp.bfloat16
 
 
-@lowered_once("latent", "scale", "columns", "ring", "kept", "splits", "interpret")
 def attend_absorbed_hopper(
     query: Float[Array, "B 1 H Z"],
     rows: Float[Array, "B 1 S Z"],

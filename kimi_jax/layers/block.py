@@ -1,5 +1,8 @@
 """One layer of the decoder: pre-normed attention and pre-normed feed-forward, of the kinds that its index asks for."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,10 +24,20 @@ LayerCache = LatentCache | DeltaState
 Stored = tuple[Float[Array, "B T D"], ...]
 
 
+def call(module: Callable[..., Any], *args: Any) -> Any:
+    """module(*args)."""
+    return module(*args)
+
+
 class Block(nnx.Module):
     """attend: attention(RMS(x));  feed: ffn(RMS(x));  add_and_feed: feed of a sum, and the sum. Which sums there are is
     the decoder's part.
+
+    run(module, *args): how attention and ffn are called. `kimi_jax.runtime` lets blocks that are alike share a trace,
+    `kimi_jax.steps` listens to what goes in.
     """
+
+    run: Callable[..., Any] = staticmethod(call)
 
     def __init__(self, config: Config, index: int, layout: Layout, dtype: DTypeLike):
         self.eps = config.rms_norm_eps
@@ -37,18 +50,18 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], cache: LayerCache, chunk: Chunk
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         """attention(RMS(x)) and the layer's new cache."""
-        return self.attention(rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)  # pyright: ignore[reportArgumentType]
+        return self.run(self.attention, rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)
 
     def feed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """ffn(RMS(x))."""
-        return self.ffn(rms_norm(x, self.ffn_norm[...], self.eps))
+        return self.run(self.ffn, rms_norm(x, self.ffn_norm[...], self.eps))
 
     def add_and_feed(
         self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """h = x + y, and `feed` of h."""
         h, normed = add_rms_norm(x, y, self.ffn_norm[...], self.eps)
-        return h, self.ffn(normed)
+        return h, self.run(self.ffn, normed)
 
 
 class AttnResBlock(Block):

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kimi_jax.compiled import Compiled
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.moe import MoE
 from kimi_jax.model import Stream, Transformer
 from kimi_jax.ops.routing import route
-from kimi_jax.runtime import Compiled, Model
+from kimi_jax.runtime import Model
 from kimi_jax.state import Cache, State, cache_shardings
 from kimi_jax.steps import overhear
 from sharding_rules import axes

@@ -18,13 +18,13 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from kimi_jax import tables
+from kimi_jax.compiled import born
 from kimi_jax.measuring.machine import Machine, measure_machine, timed
 from kimi_jax.measuring.phases import profiled
 from kimi_jax.ops.activations import swiglu
 from kimi_jax.ops.attention import Keys, attend_absorbed, attend_expanded
 from kimi_jax.ops.experts import experts, experts_grouped, experts_of_packed, experts_packed
 from kimi_jax.ops.kda import mix_heads, mix_heads_plain
-from kimi_jax.runtime import born
 
 CACHES = 200_000_000  # bytes of inputs that no cache holds
 MOST_SETS = 24

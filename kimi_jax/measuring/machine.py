@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from kimi_jax.runtime import born
+from kimi_jax.compiled import born
 from kimi_jax.version import __version__
 
 REPEATS = 5

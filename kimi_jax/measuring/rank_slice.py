@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax import tables
+from kimi_jax.compiled import born
 from kimi_jax.config import Config
 from kimi_jax.initialise import draw, key_of
 from kimi_jax.measuring.floors import decode_costs, total
@@ -24,7 +25,7 @@ from kimi_jax.measuring.timing import Decoding, Row, phases_of, room
 from kimi_jax.model import Parameter
 from kimi_jax.placement import describe
 from kimi_jax.planning.collectives import needed
-from kimi_jax.runtime import Model, born
+from kimi_jax.runtime import Model
 from kimi_jax.state import Cache, cache_shapes, cache_shardings
 from sharding_rules import DeviceMesh, Layout, helix, stripes
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax import processes
+from kimi_jax.compiled import born
 from kimi_jax.initialise import key_of
 from kimi_jax.measuring.floors import Costs, decode_costs, prefill_costs, total
 from kimi_jax.measuring.hits import Hits, Routing, counted, here
 from kimi_jax.measuring.machine import REPEATS, Machine, Timing, timed
 from kimi_jax.measuring.phases import Event, Phase, phase_times, profiled, table
-from kimi_jax.runtime import Model, born
+from kimi_jax.runtime import Model
 from kimi_jax.sampling import Temperature
 from kimi_jax.state import State
 from sharding_rules import stripes, whole_number

@@ -153,7 +153,7 @@ def _ranks(attributes: str, partitions: int) -> int:
 
 def part_of(scope: str, config: Config) -> str:
     """Which part of the model a scope names, in the words of `Collective.part`; the scope itself if none."""
-    if layer := re.search(r"layer_(\d+)/(\w+)", scope):
+    if layer := re.search(r"layer_(\d+)/(?:jit\(\w+\)/)?(\w+)", scope):
         index, phase = int(layer[1]), layer[2]
         attention = next((kind for kind in ("kda", "mla") if phase.startswith(kind)), None)
         if attention is None and phase in ("mlp", "route", "experts", "latent_down", "latent_up"):

@@ -65,7 +65,9 @@ def test_an_unknown_kernel_takes_the_phase_around_it_or_behind_a_norm():
     assert _times("loop_fusion_2", "nvjet_tst", "few_up")[phases.UNKNOWN].seconds == 2
 
 
-@pytest.mark.parametrize("name", ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "all_to_all_3", "AllGatherKernel", "psum_7"])
+@pytest.mark.parametrize(
+    "name", ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "all_to_all_3", "AllGatherKernel", "psum_7"]
+)
 def test_collectives_are_a_phase_of_their_own(name):
     """By NCCL's kernels' names; one that XLA writes itself is called as its instruction is, here psum.7."""
     assert _times("few_up", name, "few_up")[phases.COLLECTIVES].kernels == 1

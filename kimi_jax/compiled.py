@@ -1,0 +1,111 @@
+"""What is compiled, and how: a model's steps, and arrays that are born where they live. jit lives here alone.
+
+Steps are compiled once for each shape and kept with the model; the parameters are passed as a pure dict, the layout is
+closed over.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from kimi_jax import processes
+from kimi_jax.config import Config
+from kimi_jax.state import Cache, cache_shapes, cache_shardings
+from sharding_rules import DeviceMesh, Layout
+
+
+@runtime_checkable
+class Holder(Protocol):
+    """Who has a model's parameters: the modules without arrays, where they live, and, when a step runs, themselves."""
+
+    graph: nnx.GraphDef
+    layout: Layout
+    mesh: DeviceMesh
+    params: Any
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Any:
+    """make(about, *arrays), new arrays that are born on `sharding`; compiled once for each `about`."""
+    return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
+
+
+@lru_cache(maxsize=64)
+def empty(
+    config: Config, layout: Layout, mesh: DeviceMesh, batch: int, capacity: int, dtype: DTypeLike
+) -> Callable[[], Cache]:
+    """What makes an empty cache, born sharded: compiled here, run by whoever calls it."""
+    shapes = cache_shapes(config, layout, batch, capacity, dtype)
+    make = jax.jit(
+        lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        out_shardings=cache_shardings(config, layout, mesh),
+    )
+    return make.lower().compile()
+
+
+class Compiled:
+    """One step of a model, compiled once for each shape of its arguments and kept: nothing is traced twice."""
+
+    def __init__(
+        self, model: Holder, step: Callable, *, out: Any, donate: Sequence[str] = (), static: Sequence[str] = ()
+    ):
+        def run(params: Any, *args: Any, **kwargs: Any):
+            decoder, run_alike = nnx.merge(model.graph, params), _alike()
+            for block in decoder.layers:
+                block.run = run_alike
+            with jax.default_matmul_precision("highest"):  # of float32 products; those of bfloat16 are exact anyway
+                return step(decoder, *args, **kwargs)
+
+        self.model, self.whole = model, model.layout.sharding(model.mesh)
+        self.executables: dict[Any, Any] = {}
+        names = list(inspect.signature(step).parameters)  # the first is the module, made from the parameters
+        self._jit = jax.jit(
+            run,
+            donate_argnums=tuple(names.index(name) for name in donate),
+            static_argnames=static,
+            out_shardings=out,
+        )
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        """Run on the model's parameters."""
+        args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else processes.put(x, self.whole), args)
+        return self.compile(*args, **static)(self.model.params, *args)
+
+    def compile(self, *args: Any, **static: Any) -> Any:
+        """The executable for arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
+        leaves, structure = jax.tree.flatten(args)
+        key = (structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves), tuple(static.items()))
+        if key not in self.executables:
+            args = jax.tree.map(self._placed, args)
+            with jax.set_mesh(self.model.mesh):
+                self.executables[key] = self._jit.lower(self.model.params, *args, **static).compile()
+        return self.executables[key]
+
+    def _placed(self, x: Any) -> Any:
+        """An argument with a placement: on every device, unless it has one."""
+        if isinstance(x, jax.Array) or getattr(x, "sharding", None) is not None:
+            return x
+        return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x), sharding=self.whole)
+
+
+def _alike() -> Callable[..., Any]:
+    """run(module, *args) = module(*args), traced and lowered once for all modules that differ in their values only.
+
+    XLA puts what is shared back in its place. A new function for each program: JAX keeps what it traced by function,
+    and a change to a layer's code is to be seen by the next program.
+    """
+
+    @partial(jax.jit, static_argnums=0)
+    def layer(graph: nnx.GraphDef, arrays: nnx.State, *args: Any) -> Any:
+        return nnx.merge(graph, arrays)(*args)
+
+    return lambda module, *args: layer(*nnx.split(module), *args)
