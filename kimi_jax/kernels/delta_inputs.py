@@ -13,9 +13,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from kimi_jax.kernels.approximate import LOG2E, Functions, functions
+from kimi_jax.ops.delta_rule import STRONGEST
 
 CHUNK = 64
-STRONGEST = -88.0  # as in `ops.delta_rule`
 DECAYS = 3  # the part, after those of q, k and v, that makes the decays
 
 

@@ -4,7 +4,6 @@ The sibling of `ops.attention.attend_expanded`. Knows how many leading slots a q
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kimi_jax.kernels.approximate import LOG2E
 from kimi_jax.kernels.device import hopper_or_newer
 from kimi_jax.ops.linear import project
 
@@ -20,7 +20,6 @@ EXPANDED_BYTES = 2**30  # of keys and values held at a time, unless one block of
 SHORTEST_STRETCH = 4096  # slots; a shorter one would read and write the running result too often
 POWER = "{ .reg .f32 x; fma.rn.f32 x, $1, $2, $3; ex2.approx.ftz.f32 $0, x; }"
 WIDEST = 320  # K + P + V: two blocks of 128 keys and values and one of queries fill a multiprocessor's memory
-LOG2E = math.log2(math.e)
 
 
 def supports(q_nope: Float[Array, "B T H K"], q_pe: Float[Array, "B T H P"], v_b: Float[Array, "H V R"]) -> bool:
