@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from kimi_jax import processes
 from kimi_jax.config import Config
@@ -34,8 +33,8 @@ class Holder(Protocol):
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def born(make: Callable, about: Any, sharding: Sharding, *arrays: Array) -> Any:
-    """make(about, *arrays), new arrays that are born on `sharding`; compiled once for each `about`."""
+def born(make: Callable, about: Any, sharding: Sharding, *arrays: Any) -> Any:
+    """make(about, *arrays), new arrays (or trees of them) that are born on `sharding`; compiled once for each `about`."""
     return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
 
 
