@@ -34,7 +34,7 @@ class Holder(Protocol):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def born(make: Callable, about: Any, sharding: Sharding, *arrays: Any) -> Any:
-    """make(about, *arrays), new arrays (or trees of them) that are born on `sharding`; compiled once for each `about`."""
+    """make(about, *arrays), new arrays, or trees of them, born on `sharding`; compiled once for each `about`."""
     return jax.lax.with_sharding_constraint(make(about, *arrays), sharding)
 
 
