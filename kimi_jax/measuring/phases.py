@@ -24,8 +24,9 @@ from kimi_jax.measuring.floors import NORMS, Costs, phase_of
 from kimi_jax.measuring.machine import Machine, milliseconds
 
 COLLECTIVES, UNKNOWN, BETWEEN = "collectives", "other products and copies", "between kernels"
-_EXCHANGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start|-done)?\(")
-_COLLECTIVE = re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective", re.I)
+_COLLECTIVE = re.compile(
+    r"nccl|psum|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective", re.I
+)
 
 
 class Event(NamedTuple):
@@ -144,7 +145,7 @@ class Instructions:
                 computation = line.split()[line.startswith("ENTRY")].lstrip("%")
             elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = ", line):
                 name, scope, calls = instruction[1], _said(line, "op_name"), re.search(r"calls=%?([\w.\-]+)", line)
-                phase = COLLECTIVES if _EXCHANGE.search(line) else phase_of(scope) if scope is not None else None
+                phase = phase_of(scope) if scope is not None else None
                 found.append((name, _said(line, "deduplicated_name") or name, phase, calls[1] if calls else None))
                 if phase is not None:
                     inside[computation][phase] += 1

@@ -26,7 +26,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %loop_fusion.2 = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused_computation.1
   %gemm.4 = f32[8]{0} fusion(%a), calls=%x, metadata={op_name="jit(run)/layer_0/kda_output/dot" deduplicated_name="gemm.4"}
   %gemm.5 = f32[8]{0} fusion(%a), calls=%x, metadata={op_name="jit(run)/layer_1/mla_output/dot" deduplicated_name="gemm.4"}
-  %psum.7 = f32[8]{0} all-reduce(%a), to_apply=%sum, metadata={op_name="jit(run)/layer_1/experts/shard_map/psum"}
   %mul.1 = f32[8]{0} fusion(%a), calls=%x, metadata={op_name="jit(run)/layer_1/mul"}
   ROOT %call = f32[8]{0} custom-call(%a), metadata={op_name="jit(run)/layer_1/experts/cond/few_up/pallas_call"}
 }
@@ -69,7 +68,7 @@ def test_an_unknown_kernel_takes_the_phase_around_it_or_behind_a_norm():
     "name", ["ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", "all_to_all_3", "AllGatherKernel", "psum_7"]
 )
 def test_collectives_are_a_phase_of_their_own(name):
-    """By NCCL's kernels' names; one that XLA writes itself is called as its instruction is, here psum.7."""
+    """NCCL's kernels, and those that XLA writes itself, which are called after JAX's function."""
     assert _times("few_up", name, "few_up")[phases.COLLECTIVES].kernels == 1
 
 
