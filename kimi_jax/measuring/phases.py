@@ -24,9 +24,7 @@ from kimi_jax.measuring.floors import NORMS, Costs, phase_of
 from kimi_jax.measuring.machine import Machine, milliseconds
 
 COLLECTIVES, UNKNOWN, BETWEEN = "collectives", "other products and copies", "between kernels"
-_COLLECTIVE = re.compile(
-    r"nccl|psum|all[-_]?reduce|all[-_]?gather|all[-_]?to[-_]?all|reduce[-_]?scatter|collective", re.I
-)
+_COLLECTIVE = re.compile(r"nccl|psum|all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|collective", re.I)
 
 
 class Event(NamedTuple):
