@@ -33,7 +33,7 @@ class Block(nnx.Module):
     """attend: attention(RMS(x));  feed: ffn(RMS(x));  add_and_feed: feed of a sum, and the sum. Which sums there are is
     the decoder's part.
 
-    run(module, *args): how attention and ffn are called. `kimi_jax.runtime` lets blocks that are alike share a trace,
+    run(module, *args): how attention and ffn are called. `kimi_jax.compiled` lets blocks that are alike share a trace,
     `kimi_jax.steps` listens to what goes in.
     """
 

@@ -26,7 +26,7 @@ STEPS = BURST * (REPEATS + 1)  # of one measurement, the first call included
 LARGE, ROWS_DRAWN = 1 << 28, 1024  # numbers in an array of a state that is not drawn whole; rows that are
 PROFILED = 8  # decode steps under the profiler
 NO_TIMELINE = "no phases: JAX's profiler has no timeline of this device"
-MODULE = "jit_run"  # what XLA calls the steps of `kimi_jax.runtime`
+MODULE = "jit_run"  # what XLA calls the steps of `kimi_jax.compiled`
 
 
 @dataclass(frozen=True)
