@@ -219,6 +219,7 @@ MODULE = """HloModule jit_run, is_scheduled=true, num_partitions=8
   %j = f32[8]{0} collective-permute-done(%i)
   %k = f32[9]{0} all-reduce-start(%x), replica_groups=[1,8]<=[8], to_apply=%add
   %l = f32[9]{0} fusion(%all-reduce.1), calls=%fused
+  %m = ((f32[5]{0}, f32[6]{0}), (f32[5]{0}, f32[6]{0})) all-reduce-start(%x, %y), replica_groups=[1,8]<=[8], to_apply=%add
 """  # noqa: E501
 
 
@@ -233,6 +234,7 @@ def test_every_form_in_which_xla_writes_a_collective_is_read():
         ("all-gather", 8, (("bf16", (128, 4)),)),
         ("collective-permute", 2, (("f32", (8,)),)),
         ("all-reduce", 8, (("f32", (9,)),)),
+        ("all-reduce", 8, (("f32", (5,)), ("f32", (6,)))),
     ]
     assert [f.values for f in read(MODULE)][2] == 4
     assert [f.widened for f in read(MODULE)].index(True) == 3

@@ -129,7 +129,7 @@ def _read(text: str, partitions: int) -> Iterator[Found]:
             (dtype, tuple(int(n) for n in shape.split(",") if n))
             for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", match["result"])
         ]
-        if match["start"] and kind == "all-gather":
+        if match["start"] and (kind == "all-gather" or match["result"].startswith("((")):
             buffers = buffers[len(buffers) // 2 :]  # the operands come first
         if match["start"] and kind == "collective-permute":
             buffers = buffers[1:2]  # operand, result, two counters
