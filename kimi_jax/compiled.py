@@ -21,10 +21,12 @@ from kimi_jax.config import Config
 from kimi_jax.state import Cache, cache_shapes, cache_shardings
 from sharding_rules import DeviceMesh, Layout
 
+STEP, BORN = "jit_run", "jit_born"  # what XLA and its profiler call what is compiled here
+
 
 @runtime_checkable
 class Holder(Protocol):
-    """Who has a model's parameters: the modules without arrays, where they live, and, when a step runs, themselves."""
+    """What `Compiled` needs of a `runtime.Model`, which is made of steps compiled here."""
 
     graph: nnx.GraphDef
     layout: Layout
@@ -58,9 +60,8 @@ class Compiled:
         self, model: Holder, step: Callable, *, out: Any, donate: Sequence[str] = (), static: Sequence[str] = ()
     ):
         def run(params: Any, *args: Any, **kwargs: Any):
-            decoder, run_alike = nnx.merge(model.graph, params), _alike()
-            for block in decoder.layers:
-                block.run = run_alike
+            decoder = nnx.merge(model.graph, params)
+            decoder.run_blocks(_alike())
             with jax.default_matmul_precision("highest"):  # of float32 products; those of bfloat16 are exact anyway
                 return step(decoder, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Random weights: what each kind of parameter is drawn from. Pure functions of a key; placing them is the runtime's
+"""Random weights: what each kind of parameter is drawn from. Pure functions of a key; placing them is `loading`'s
 part."""
 
 import math

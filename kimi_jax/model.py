@@ -4,9 +4,9 @@ Everything goes through one call: tokens [B, T] with a `Chunk` saying where they
 states and the caches out. Prefill, its chunks and decode differ only in T.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Stream(NamedTuple):
 class Transformer(nnx.Module):
     """h = E[tokens];  per layer  h <- h + attention(RMS(h)),  h <- h + ffn(RMS(h));  logits = W_head RMS(h).
 
-    Parameters are abstract until `kimi_jax.runtime` fills them.
+    Parameters are abstract until `kimi_jax.loading` fills them.
     """
 
     block = Block
@@ -98,6 +98,11 @@ class Transformer(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 stream, cache = self.step(index, block, stream, cache, chunk)
             yield stream, cache
+
+    def run_blocks(self, run: Callable[..., Any]) -> None:
+        """Let the attention and the feed-forward of all blocks be called by run(module, *args)."""
+        for block in self.layers:
+            block.run = run
 
     def step(
         self, index: int, block: Block, stream: Stream, cache: LayerCache, chunk: Chunk

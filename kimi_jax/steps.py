@@ -1,8 +1,7 @@
-"""The steps that the runtime compiles: pure functions of the decoder and arrays. They know neither jit nor users."""
+"""The steps of a model, to be compiled: pure functions of the decoder and arrays. They know neither jit nor users."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -66,14 +65,14 @@ def overhear(decoder: Transformer, listen: Callable[[MoE, Array], Array]) -> lis
     in the order of the layers.
     """
     heard: list[Array] = []
+    run = decoder.layers[0].run
 
-    def listening(run: Callable[..., Any], module: nnx.Module, x: Array, *args: Any) -> Any:
+    def listening(module: nnx.Module, x: Array, *args: Any) -> Any:
         if isinstance(module, MoE):
             heard.append(listen(module, x))
         return run(module, x, *args)
 
-    for block in decoder.layers:
-        block.run = partial(listening, block.run)
+    decoder.run_blocks(listening)
     return heard
 
 

@@ -1,9 +1,5 @@
-"""model.warm_up: all that a generate of that shape needs is compiled, nothing is run, and nothing is skipped.
+"""model.warm_up: all that a generate of that shape needs is compiled, nothing is run, and nothing is skipped."""
 
-And layers that are alike are traced once.
-"""
-
-import dataclasses
 import gc
 
 import jax
@@ -11,13 +7,8 @@ import numpy as np
 import pytest
 
 import kimi_jax
-from kimi_jax.layers.kda import KDA
-from kimi_jax.layers.mla import MLA
-from kimi_jax.layers.mlp import MLP
-from kimi_jax.layers.moe import MoE
-from kimi_jax.planning.compile_check import compile_step
 from kimi_jax.runtime import Model
-from sharding_rules import SINGLE, helix
+from sharding_rules import helix
 from tests.layouts import SMALL, one_device
 
 BATCH, CAPACITY, BUCKET = 2, 96, 16
@@ -94,14 +85,3 @@ def test_a_shape_that_cannot_be_compiled_is_an_error_and_is_not_skipped(monkeypa
     monkeypatch.setattr(model._extend, "compile", only_single_tokens)
     with pytest.raises(RuntimeError, match="cannot be compiled"):
         model.warm_up(1, 8, [BUCKET])
-
-
-def test_layers_alike_are_traced_once(monkeypatch):
-    """Of twelve layers with two kinds of attention and two of feed-forward, one each."""
-    traced = []
-    for kind in (KDA, MLA, MLP, MoE):
-        plain = kind.__call__
-        monkeypatch.setattr(kind, "__call__", lambda self, *args, f=plain: traced.append(type(self)) or f(self, *args))
-    config = dataclasses.replace(SMALL, num_hidden_layers=12, mla_layers=(3, 7, 11))
-    compile_step(Model(config, SINGLE, "float32"), BATCH, CAPACITY)
-    assert sorted(kind.__name__ for kind in traced) == ["KDA", "LowRankMLA", "MLP", "MoE"]

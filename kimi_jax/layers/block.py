@@ -24,20 +24,14 @@ LayerCache = LatentCache | DeltaState
 Stored = tuple[Float[Array, "B T D"], ...]
 
 
-def call(module: Callable[..., Any], *args: Any) -> Any:
-    """module(*args)."""
-    return module(*args)
-
-
 class Block(nnx.Module):
     """attend: attention(RMS(x));  feed: ffn(RMS(x));  add_and_feed: feed of a sum, and the sum. Which sums there are is
     the decoder's part.
 
-    run(module, *args): how attention and ffn are called. `kimi_jax.compiled` lets blocks that are alike share a trace,
-    `kimi_jax.steps` listens to what goes in.
+    run(module, *args): how attention and ffn are called; whoever owns the decoder may put something around it.
     """
 
-    run: Callable[..., Any] = staticmethod(call)
+    run: Callable[..., Any] = staticmethod(lambda module, *args: module(*args))
 
     def __init__(self, config: Config, index: int, layout: Layout, dtype: DTypeLike):
         self.eps = config.rms_norm_eps

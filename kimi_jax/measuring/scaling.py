@@ -5,8 +5,6 @@ hold, not the room they have. On CPUs, simulated or not, nothing is timed: bytes
 latter in the compiled step.
 """
 
-import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -165,13 +163,9 @@ def scaled(
     phases = {} if row is None else {phase.name: phase.seconds for phase in row.phases or ()}
     spent = phases.get(COLLECTIVES, 0.0) if phases else None
     mesh = (layout.ranks, layout.tp, layout.cp)
-    return Scaled(describe(layout), *mesh, batch, context, size, len(many), sum(map(sent, many), 0.0), row, spent)
-
-
-def sent(found: Found) -> float:
-    """Bytes that a device sends over a ring for one compiled collective, as `planning.collectives.Collective.sent`."""
-    size = sum(_itemsize(dtype) * math.prod(shape) for dtype, shape in found.buffers) / (2 if found.widened else 1)
-    return size * (found.ranks - 1) / found.ranks * (2 if found.kind == "all-reduce" else 1)
+    return Scaled(
+        describe(layout), *mesh, batch, context, size, len(many), sum((f.sent for f in many), 0.0), row, spent
+    )
 
 
 def _layers_that_fit(
@@ -197,8 +191,3 @@ def _layers_that_fit(
     if low == 0:
         raise ValueError(f"not one layer fits {devices} devices of {human(most)} at these batches and contexts")
     return low
-
-
-def _itemsize(dtype: str) -> float:
-    bits = re.search(r"\d+", dtype)  # f32, bf16, s8, f8e4m3fn; pred has none
-    return int(bits[0]) / 8 if bits else 1

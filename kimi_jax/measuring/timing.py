@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax import processes
-from kimi_jax.compiled import born
+from kimi_jax.compiled import STEP, born
 from kimi_jax.initialise import key_of
 from kimi_jax.measuring.floors import Costs, decode_costs, prefill_costs, total
 from kimi_jax.measuring.hits import Hits, Routing, counted, here
@@ -26,7 +26,6 @@ STEPS = BURST * (REPEATS + 1)  # of one measurement, the first call included
 LARGE, ROWS_DRAWN = 1 << 28, 1024  # numbers in an array of a state that is not drawn whole; rows that are
 PROFILED = 8  # decode steps under the profiler
 NO_TIMELINE = "no phases: JAX's profiler has no timeline of this device"
-MODULE = "jit_run"  # what XLA calls the steps of `kimi_jax.compiled`
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Decoding:
         row = row_of("decode", machine, (self.batch, 1, context, room), seconds, costs, hits)
         if not phases:
             return row
-        events = profiled(lambda: self._burst(PROFILED), MODULE)
+        events = profiled(lambda: self._burst(PROFILED), STEP)
         return with_phases(row, events, self.text() if events else "", PROFILED, costs, machine)
 
     def _fill(self, context: int) -> None:
@@ -144,7 +143,7 @@ def time_prefill(model: Model, machine: Machine, batch: int, tokens: int, *, pha
         return row
     shapes = jax.ShapeDtypeStruct(ids.shape, jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     text = model._extend.compile(*shapes, model.cache_structs(batch, tokens)).as_text()
-    return with_phases(row, profiled(prefill, MODULE), text, 1, costs, machine)
+    return with_phases(row, profiled(prefill, STEP), text, 1, costs, machine)
 
 
 def filled_state(model: Model, batch: int, capacity: int) -> State:

@@ -46,7 +46,7 @@ class Collective(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes that one device sends over a ring, a token: (n - 1) / n of the payload, for an all-reduce twice."""
-        return self.payload * (self.ranks - 1) / self.ranks * (2 if self.kind == "all-reduce" else 1)
+        return _over_a_ring(self.payload, self.kind, self.ranks)
 
 
 def needed(config: Config, layout: Layout, dtype: str, *, one_token: bool = True) -> tuple[Collective, ...]:
@@ -110,11 +110,26 @@ class Found(NamedTuple):
         """Numbers in all buffers."""
         return sum(math.prod(shape) for _, shape in self.buffers)
 
+    @property
+    def sent(self) -> float:
+        """Bytes that one device sends over a ring, as `Collective.sent`."""
+        size = sum(_itemsize(dtype) * math.prod(shape) for dtype, shape in self.buffers) / (2 if self.widened else 1)
+        return _over_a_ring(size, self.kind, self.ranks)
+
 
 def read(text: str) -> list[Found]:
     """The collectives in the text of an XLA module (`compiled.as_text()`), in order; asynchronous ones count once."""
     partitions = re.search(r"num_partitions=(\d+)", text)
     return list(_read(text, int(partitions[1]) if partitions else 1))
+
+
+def _over_a_ring(size: float, kind: str, ranks: int) -> float:
+    return size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+
+
+def _itemsize(dtype: str) -> float:
+    bits = re.search(r"\d+", dtype)  # f32, bf16, s8, f8e4m3fn; pred has none
+    return int(bits[0]) / 8 if bits else 1
 
 
 INSTRUCTION = re.compile(rf" = (?P<result>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\((?P<rest>.*)")
@@ -129,10 +144,10 @@ def _read(text: str, partitions: int) -> Iterator[Found]:
             (dtype, tuple(int(n) for n in shape.split(",") if n))
             for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", match["result"])
         ]
-        if match["start"] and (kind == "all-gather" or match["result"].startswith("((")):
-            buffers = buffers[len(buffers) // 2 :]  # the operands come first
         if match["start"] and kind == "collective-permute":
             buffers = buffers[1:2]  # operand, result, two counters
+        elif match["start"] and (kind == "all-gather" or match["result"].startswith("((")):
+            buffers = buffers[len(buffers) // 2 :]  # the operands come first
         scope = re.search(r'op_name="([^"]*)"', rest)
         yield Found(kind, tuple(buffers), _ranks(rest, partitions), scope[1] if scope else "", "_promoted" in rest)
 

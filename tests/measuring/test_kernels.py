@@ -3,8 +3,10 @@
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from kimi_jax.measuring import kernels
 
@@ -44,3 +46,14 @@ def test_every_kernel_lowers_for_cuda_with_this_jax(case):
 @pytest.mark.parametrize(("tokens", "hit"), [(1, 8), (4096, 256)])
 def test_experts_hit_are_those_that_random_choices_reach(tokens, hit):
     assert kernels.routed(tokens).bytes == pytest.approx(6 * 1024 * 2304 * hit, rel=1e-3)
+
+
+def test_a_loop_calls_every_set_on_the_states_that_it_gave_back():
+    def call(x, state):
+        return x + state, state + 1
+
+    sets = [(jnp.full((2,), n), jnp.float32(10 * n)) for n in (1.0, 2.0)]
+    found = kernels._looped((call, (1,), SingleDeviceSharding(jax.devices()[0])), *sets)
+    for (x, state), (out, last) in zip(sets, found, strict=True):
+        np.testing.assert_array_equal(last, state + kernels.ROUNDS)
+        np.testing.assert_array_equal(out, x + state + kernels.ROUNDS - 1)
