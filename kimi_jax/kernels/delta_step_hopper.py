@@ -17,13 +17,13 @@ from jaxtyping import Array, Float, Float32, Int32
 from kimi_jax.kernels.gates import log_decay
 
 WIDTH = 128  # of a head: a value a thread
-UNROLL = 16  # rows of the state
+PART = 32  # rows of the state that are copied, read and written together
 # Thread n holds element n of every vector, so that a thread reads and writes a column of the state that is its own.
 LANES = plgpu.Layout.TILED(plgpu.Tiling(((WIDTH,), (32,), (1,))), (-3,), (-2,), -1)
 
 
 class Memory(NamedTuple):
-    """A program's shared memory, and the barrier that says that the state has come."""
+    """A program's shared memory, and a barrier for each part of the state that says that it has come."""
 
     state: Any  # [K, K]
     keys: Any  # [4, K]: what row k of the state is multiplied by, see `_prepare`
@@ -68,9 +68,9 @@ def mix_heads_step_hopper(
 ) -> tuple[Float[Array, "B 1 H K"], Float[Array, "B W-1 H 3 K"], Float32[Array, "B H K K"]]:
     """S <- Diag(e^g) S + k u^T;  out = RMS(S^T q) sigmoid(gate), as `delta_step.mix_heads_step`, which has the letters.
 
-    A warpgroup owns one head of one row; its state of K^2 float32 is on its way while the K-long part is computed.
-    Three of them fit a multiprocessor, so that one computes while others copy. Both states are changed in place; a row
-    with counts[b] = 0 keeps them bit for bit.
+    A warpgroup owns one head of one row; its state of K^2 float32 is on its way while the K-long part is computed, and
+    comes and goes in parts. Three of them fit a multiprocessor, so that one computes while others copy. Both states are
+    changed in place; a row with counts[b] = 0 keeps them bit for bit.
 
     interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
@@ -84,7 +84,13 @@ def mix_heads_step_hopper(
         out_type=jax.ShapeDtypeStruct((B, 1, H, K), qkv.dtype),
         grid=(H, B),
         grid_names=("head", "row"),
-        scratch_types=[Memory(plgpu.SMEM((K, K), jnp.float32), plgpu.SMEM((4, K), jnp.float32), plgpu.Barrier())],
+        scratch_types=[
+            Memory(
+                plgpu.SMEM((K, K), jnp.float32),
+                plgpu.SMEM((4, K), jnp.float32),
+                plgpu.Barrier(num_barriers=K // PART),
+            )
+        ],
         # No barriers between loads and stores: all that the threads share is `keys`, committed once.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
@@ -99,7 +105,8 @@ def _mix_head(
 ):  # fmt: skip
     h, row = lax.axis_index("head"), lax.axis_index("row")
     K, taps = mem.state.shape[0], conv_weight_ref.shape[-1]
-    plgpu.copy_gmem_to_smem(state_ref.at[row, h], mem.state, mem.full)
+    for n, part in enumerate(_parts(K)):
+        plgpu.copy_gmem_to_smem(state_ref.at[row, h, part], mem.state.at[part], mem.full.at[n])
     small = Small(
         inputs=[
             [*(_vector(conv_ref.at[row, j, h, i]) for j in range(taps - 1)), _vector(qkv_ref.at[row, 0, h, i])]
@@ -122,12 +129,9 @@ def _mix_head(
         for i, inputs in enumerate(small.inputs):
             for j, (old, new) in enumerate(pairwise(inputs)):
                 conv_ref[row, j, h, i, :] = new.astype(old.dtype)
-        plgpu.barrier_wait(mem.full)
         read, queried = _read(mem)
         update = beta * (v - read)
-        _write(mem, update)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(mem.state, state_ref.at[row, h])
+        _write(mem, update, state_ref.at[row, h])
         out = (queried + overlap * update).astype(out_ref.dtype).astype(jnp.float32)
         weighed = out * lax.rsqrt(jnp.sum(out * out) / K + eps) * small.o_norm.astype(jnp.float32)
         out_ref[row, 0, h, :] = (weighed * _sigmoid(small.gate.astype(jnp.float32))).astype(out_ref.dtype)
@@ -135,7 +139,8 @@ def _mix_head(
 
     @pl.when(small.count <= 0)
     def _resting():
-        plgpu.barrier_wait(mem.full)  # no program may end before its copy has
+        for n in range(K // PART):
+            plgpu.barrier_wait(mem.full.at[n])  # no program may end before its copies have
         out_ref[row, 0, h, :] = jnp.zeros((K,), out_ref.dtype)
 
 
@@ -170,17 +175,22 @@ def _prepare(small: Small, keys, lower_bound):
     return v, beta, overlap
 
 
+def _parts(rows):
+    return [pl.ds(start, PART) for start in range(0, rows, PART)]
+
+
 def _rows(mem: Memory, n, first, second):
-    """(index, row of the state, its elements of two of the `keys`), UNROLL of them, all loaded before any is used."""
-    at = [n * UNROLL + i for i in range(UNROLL)]
+    """(index, row of the state, its elements of two of the `keys`), those of part n, all loaded before any is used."""
+    at = [n * PART + i for i in range(PART)]
     rows = [_vector(mem.state.at[i]) for i in at]
     return zip(at, rows, [mem.keys[first, i] for i in at], [mem.keys[second, i] for i in at], strict=True)
 
 
 def _read(mem: Memory):
-    """S^T (e^g k) and S^T (e^g q), each as two sums for the sake of the latency."""
+    """S^T (e^g k) and S^T (e^g q), each as two sums for the sake of the latency; part by part as they come."""
 
     def fold(n, sums):
+        plgpu.barrier_wait(mem.full.at[n])
         sums = list(sums)
         for i, (_, row, k, q) in enumerate(_rows(mem, n, 0, 1)):
             sums[i % 2] += k * row
@@ -188,14 +198,17 @@ def _read(mem: Memory):
         return tuple(sums)
 
     zero = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LANES)
-    sums = lax.fori_loop(0, WIDTH // UNROLL, fold, (zero,) * 4)
+    sums = lax.fori_loop(0, WIDTH // PART, fold, (zero,) * 4)
     return sums[0] + sums[1], sums[2] + sums[3]
 
 
-def _write(mem: Memory, update):
-    """S <- Diag(e^g) S + k u^T."""
+def _write(mem: Memory, update, state_ref):
+    """S <- Diag(e^g) S + k u^T; each part is on its way back while the next is computed."""
 
-    @pl.loop(0, WIDTH // UNROLL)
+    @pl.loop(0, WIDTH // PART)
     def _some(n):
         for at, row, k, decay in _rows(mem, n, 2, 3):
             mem.state[at, :] = decay * row + k * update
+        plgpu.commit_smem()
+        part = pl.ds(n * PART, PART)
+        plgpu.copy_smem_to_gmem(mem.state.at[part], state_ref.at[part])
