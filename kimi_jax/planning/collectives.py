@@ -123,7 +123,7 @@ def read(text: str) -> list[Found]:
     return list(_read(text, int(partitions[1]) if partitions else 1))
 
 
-def _over_a_ring(size: float, kind: str, ranks: int) -> float:
+def _over_a_ring(size: int | float, kind: str, ranks: int) -> float:
     return size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
 
 

@@ -40,9 +40,9 @@ def test_collectives_are_counted_in_the_compiled_step_as_the_formula_says(config
 
 def test_bytes_that_a_device_sends_follow_the_kind_and_the_dtype():
     buffers = (("bf16", (2, 8)), ("f32", (4,)))
-    assert scaling.sent(Found("all-gather", buffers, 4, "")) == (32 + 16) * 3 / 4
-    assert scaling.sent(Found("all-reduce", buffers, 4, "")) == (32 + 16) * 3 / 2
-    assert scaling.sent(Found("all-reduce", (("f32", (8,)),), 2, "", widened=True)) == 16
+    assert Found("all-gather", buffers, 4, "").sent == (32 + 16) * 3 / 4
+    assert Found("all-reduce", buffers, 4, "").sent == (32 + 16) * 3 / 2
+    assert Found("all-reduce", (("f32", (8,)),), 2, "", widened=True).sent == 16
 
 
 def test_layouts_are_all_factorings_that_divide_one_device_first():
