@@ -115,7 +115,7 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, *, latent, s
 
 
 def merge_stretches(
-    outs: Float32[Array, "B X H R"],
+    outs: Float[Array, "B X H R"],
     lses: Float32[Array, "B X H"],
     *,
     columns: int = 128,
@@ -153,7 +153,7 @@ def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, columns, step):
         at = i * step + jnp.arange(step, dtype=jnp.int32)
         lse = plgpu.load(lses_ref.at[b, pl.ds(i * step, step), h], mask=at < X, other=-jnp.inf)
         out = plgpu.load(outs_ref.at[b, pl.ds(i * step, step), h, some], mask=(at < X)[:, None], other=0.0)
-        return weighted + jnp.sum(jnp.exp(lse - safe_top)[:, None] * out, axis=0)
+        return weighted + jnp.sum(jnp.exp(lse - safe_top)[:, None] * out.astype(jnp.float32), axis=0)
 
     weighted = lax.fori_loop(0, pl.cdiv(X, step), fold, jnp.zeros((columns,), jnp.float32))
     safe = jnp.where(total > 0, total, 1.0)

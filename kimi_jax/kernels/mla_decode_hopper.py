@@ -31,7 +31,7 @@ def supports(query: Float[Array, "B T H Z"], slots: int, latent: int) -> bool:
     memory, over a cache that is not short.
     """
     Z = query.shape[-1]
-    whole = Z % TILE == 0 and latent % (2 * TILE) == 0 and Z <= 640 and latent <= 512
+    whole = Z % TILE == 0 and latent % (2 * TILE) == 0 and latent < Z <= 640 and latent <= 512
     few = query.shape[2] <= 2 * MOST_HEADS
     return query.shape[1] == 1 and slots >= SHORTEST and whole and few and query.dtype == jnp.bfloat16
 
@@ -43,7 +43,6 @@ def attend_absorbed_hopper(
     latent: int,
     scale: float,
     *,
-    columns: int | None = None,
     ring: int | None = None,
     kept: int | None = None,
     splits: int | None = None,
@@ -52,11 +51,13 @@ def attend_absorbed_hopper(
     """score_s = scale (q_h . row_s)    out = sum_s softmax(score)_s row_s[:latent]    lse = ln sum_s exp(score_s)
 
     over the slots s < lengths[b]; what later slots hold does not matter. lengths[b] = 0 gives out = 0 and lse = -inf.
-    A program folds one stretch of the cache for up to 64 heads, in tiles of 64 slots. One warpgroup copies the tiles in
-    chunks of `columns` columns into a ring of `ring` chunks. One forms scores and weights; the heads are its rows, so
-    that the first `kept` chunks of the queries stay in its registers (the rest in shared memory) and a head's softmax
-    needs four threads only. Two hold half of the output's latents each, with the latents as rows, so that the heads are
-    padded to 8 and no further. More heads than 64 are a cluster of programs which read the same copies.
+    A program folds one stretch of the cache for up to 64 heads, in tiles of 64 slots. One warpgroup copies the tiles,
+    their latents in two chunks, one for each half of the output, into a ring of `ring` chunks. One forms scores and
+    weights; the heads are its rows, so that the first `kept` parts of the queries (positions, one half of the latents,
+    the other) stay in its registers and a head's softmax needs four threads only. Two hold half of the output's latents
+    each, with the latents as rows, so that the heads are padded to 8 and no further. More heads than 64 are a cluster
+    of programs which read the same copies. Scores and sums take turns at the tensor cores: a tile is summed while the
+    next is weighed. The stretches' outputs are rounded to bfloat16, then merged in float32.
 
     interpret: `plgpu.InterpretGPUParams()` runs on a CPU, with kept=0: it cannot multiply what is in registers.
 
@@ -67,18 +68,18 @@ def attend_absorbed_hopper(
     blocks = pl.cdiv(H, MOST_HEADS)
     N = pl.cdiv(H, blocks * 8) * 8
     splits = splits or max(1, min(PROGRAMS // (B * blocks), pl.cdiv(rows.shape[2], TILE)))
-    columns = columns or (3 * TILE if Z % (3 * TILE) == 0 else TILE)
+    parts = Z - latent, latent // 2, latent // 2
     _, scoring = _registers(N)
-    kept = min(Z // columns, (scoring - SCORING) // (columns // 4)) if kept is None else kept
-    rest = Z - kept * columns
-    ring = ring or (SHARED - 2 * TILE * rest - 4 * TILE * TILE - 12 * TILE) // (2 * TILE * columns)
-    if ring < Z // columns:
-        raise ValueError(f"ring={ring} does not hold a tile of {Z // columns} chunks: give at least as many")
+    kept = sum(sum(parts[:k]) // 4 <= scoring - SCORING for k in (1, 2, 3)) if kept is None else kept
+    rest = sum(parts[kept:])
+    ring = ring or (SHARED - 2 * TILE * (rest + 2 * parts[0] + 2 * TILE + 6)) // (TILE * latent)
+    if ring < 4:
+        raise ValueError(f"ring={ring} does not hold two tiles of two chunks: give at least 4")
     query = jnp.pad(query, ((0, 0), (0, 0), (0, blocks * N - H), (0, 0)))
     outs, lses = plgpu.kernel(
-        functools.partial(_attend_stretch, latent=latent, scale=scale * LOG2E, splits=splits, N=N, kept=kept),
+        functools.partial(_attend_stretch, scale=scale * LOG2E, splits=splits, N=N, kept=kept),
         out_type=(
-            jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.float32),
+            jax.ShapeDtypeStruct((B, splits, blocks * N, latent), jnp.bfloat16),
             jax.ShapeDtypeStruct((B, splits, blocks * N), jnp.float32),
         ),
         grid=(splits, B),
@@ -87,12 +88,15 @@ def attend_absorbed_hopper(
         cluster_names=("block",),
         num_threads=4,
         thread_name="role",
-        scratch_types=[_memory(rest, columns, ring, blocks)],
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        scratch_types=[_memory(rest, parts, ring, blocks)],
+        # No thread reads what another wrote but by a barrier of its own, so Mosaic need not add any.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="mla_attend_stretch_hopper",
     )(query, rows, lengths)
-    out, lse = (outs, lses) if splits == 1 else merge_stretches(outs, lses, interpret=interpret is not None)
+    if splits == 1:
+        return outs[:, :, :H].astype(jnp.float32), lses[:, :, :H]
+    out, lse = merge_stretches(outs, lses, interpret=interpret is not None)
     return out[:, :, :H], lse[:, :, :H]
 
 
@@ -102,33 +106,35 @@ def _registers(N):
     return held, min(232, REGISTERS - COPY_REGISTERS - 2 * held)
 
 
-def _memory(rest, columns, ring, blocks) -> Memory:
+def _memory(rest, parts, ring, blocks) -> Memory:
     swizzled = functools.partial(
         plgpu.SMEM,
         dtype=jnp.bfloat16,
         transforms=(plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128)),
     )
-    free = plgpu.Barrier(num_barriers=ring, num_arrivals=2)
+    free = plgpu.Barrier
     if blocks > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=ring, num_arrivals=2)
+        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     return Memory(
-        swizzled((TILE, rest)) if rest else None,
-        swizzled((ring, TILE, columns)),
-        swizzled((2, TILE, TILE)),
-        plgpu.SMEM((2, TILE), jnp.float32),
-        plgpu.SMEM((TILE,), jnp.float32),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_barriers=ring),
-        free,
-        plgpu.Barrier(num_barriers=2),
-        plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        query=swizzled((TILE, rest)) if rest else None,
+        ring=swizzled((ring, TILE, parts[1])),
+        rope=swizzled((2, TILE, parts[0])),
+        weights=swizzled((2, TILE, TILE)),
+        keep=plgpu.SMEM((2, TILE), jnp.float32),
+        lse=plgpu.SMEM((TILE,), jnp.float32),
+        query_full=plgpu.Barrier(),
+        full=plgpu.Barrier(num_barriers=ring),
+        free=free(num_barriers=ring),
+        rope_full=plgpu.Barrier(num_barriers=2),
+        rope_free=free(num_barriers=2),
+        weights_full=plgpu.Barrier(num_barriers=2),
+        weights_free=plgpu.Barrier(num_barriers=2, num_arrivals=2),
+        turn=plgpu.Barrier(num_barriers=2),
     )
 
 
-def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, latent, scale, splits, N, kept):
+def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, scale, splits, N, kept):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
-    Z = q_ref.shape[-1]
-    depth, _, columns = mem.ring.shape
     length = lengths_ref[b]
     tiles = (length + TILE - 1) // TILE
     share = (tiles + splits - 1) // splits
@@ -136,7 +142,7 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
     last = jnp.minimum(first + share, tiles)
     whole = jnp.clip(length // TILE, first, last)  # a stretch may begin behind the last tile
     heads = pl.ds(lax.axis_index("block") * N, N)
-    at = Stretch(b, split, heads, length, first, whole, last, Z // columns, depth, kept)
+    at = Stretch(b, split, heads, length, first, whole, last, mem.ring.shape[0], kept)
     held, scoring = _registers(N)
 
     @pl.when(role == COPIES)
@@ -147,17 +153,17 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory,
     @pl.when(role == SCORES)
     def _scores():
         _set_registers(scoring)
-        form_weights(mem, at, latent, scale)
+        form_weights(mem, at, scale)
 
     @pl.when(role == FIRST_HALF)
     def _first_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, 0, latent // 2, lse_ref)
+        sum_weighted(out_ref, mem, at, 0, lse_ref)
 
     @pl.when(role == SECOND_HALF)
     def _second_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, latent // 2, latent // 2)
+        sum_weighted(out_ref, mem, at, 1)
 
 
 def _set_registers(n):

@@ -37,7 +37,7 @@ def _accumulate(acc, product):
 @interpreted
 @pytest.mark.parametrize(
     ("heads", "options"),
-    [(3, {"splits": 1, "columns": 64}), (72, {"splits": 7, "ring": 1})],
+    [(3, {"splits": 1, "ring": 4}), (72, {"splits": 2})],
 )
 def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
     monkeypatch.setattr(mla_decode_roles, "_accumulate", _accumulate)  # interpret mode has no run_state
@@ -57,9 +57,9 @@ def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
     assert error < 1e-2
 
 
-def test_a_ring_that_cannot_hold_a_tile_is_refused():
-    with pytest.raises(ValueError, match="ring=2 does not hold a tile of 3 chunks"):
-        attend_absorbed_hopper(*_inputs(3), R, 0.1, columns=64, ring=2)
+def test_a_ring_that_cannot_hold_two_tiles_is_refused():
+    with pytest.raises(ValueError, match="ring=3 does not hold two tiles"):
+        attend_absorbed_hopper(*_inputs(3), R, 0.1, ring=3)
 
 
 def test_hopper_kernel_takes_one_token_in_whole_tiles():
