@@ -1,8 +1,10 @@
-"""The routed experts on MXFP4 weights for few tokens: bound by what widening the codes of the experts hit takes.
+"""The routed experts on MXFP4 weights for few tokens: bound by the bytes of the experts that were hit.
 
-The sibling of `ops.experts.experts_packed` for up to 64 tokens. As `experts_few`, except that a program does not
-multiply all tokens by its expert's rows: it takes those that chose the expert, eight at a time, which is the least that
-tensor cores multiply out of registers. With more than eight it reads and widens its rows again.
+The sibling of `ops.experts.experts_packed` for up to 64 tokens. What stands between it and that bound is the work of
+widening codes, so little is done for each: a code becomes a bfloat16 number in three instructions for two, and what 32
+of them share, their scale, is multiplied into their part of the product. Parts are told apart by columns: tensor cores
+multiply by at least eight, an expert hit has one or two tokens, so a column is one token's inputs of one group of 32,
+with zeros in the places of the other groups.
 """
 
 import functools
@@ -15,11 +17,15 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
-from kimi_jax.kernels.experts_few import Activation, store_columns, tokens_of
-from kimi_jax.kernels.experts_product import products, weighted_sum
+from kimi_jax.kernels.experts_few import Activation, store_columns
+from kimi_jax.kernels.experts_product import weighted_sum
 
-CODES = 4  # in an element: see `fp4.halves`
-SLOTS = 8  # tokens at a time
+TOKENS, GROUPS = 2, 4  # of a program, at a time: the eight columns
+COLUMNS = TOKENS * GROUPS
+ELEMENTS = GROUPS * fp4.GROUP // fp4.IN_HALF
+PIECES = 2  # of ELEMENTS of a row that are fetched together: 128 bytes, half of which would cost the memory the same
+# The numbers that `fp4.numbers` makes are so small that their products would not be normal float32.
+LIFT = 2.0**64
 
 
 def experts_few_packed(
@@ -33,96 +39,148 @@ def experts_few_packed(
     *,
     activation: Activation,
     first: int | Int[Array, ""] = 0,
-    blocks: tuple[int, int, int, int] = (64, 64, 128, 64),  # measured on an H200, as are the stages
+    rows: tuple[int, int] | None = None,
     stages: int = 3,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
-    """`experts_few` on MXFP4 weights, widened in registers (see `fp4`).
+    """`experts_few` on MXFP4 weights, exact for scales 2 to 252; inputs and hidden values below 2^63.
 
-    blocks: rows and *elements* of four weights held at a time, by the first product, then by the second. Floor:
-    3 F D (1/2 + 1/32) bytes for each expert that a token chose.
+    rows: held at a time by the first product, then by the second. Floor: 3 F D (1/2 + 1/32) bytes for each expert that
+    a token chose.
     """
     (N, k), (E, _, F, half) = chosen.shape, gate_up_packed.shape
-    first = jnp.asarray(first, jnp.int32).reshape(1)
-    programs = min(N * k, E)
-    common = dict(by_pair=N * k <= E, padded=max(16, pl.next_power_of_2(N)), interpret=interpret)
+    rows = rows or (64, 64 if N <= 8 else 128)  # measured on an H200, as are stages and warps
+    pairs, first = chosen.reshape(-1), jnp.asarray(first, jnp.int32).reshape(1)
+    common = dict(top_k=k, interpret=interpret)
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    # All programs of one stretch of rows after another: those of one expert then find its weights in the L2 cache.
     hidden = pl.pallas_call(
-        functools.partial(_gate_up, activation=activation, rows=blocks[0], columns=blocks[1], **common),
+        functools.partial(_gate_up, activation=activation, rows=rows[0], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, F), x.dtype),
-        grid=(F // blocks[0], programs),
+        grid=(N * k, F // rows[0]),
         compiler_params=params,
         interpret=interpret,
         name="experts_few_packed_gate_up",
-    )(fp4.split(x, CODES), chosen, first, fp4.halves(gate_up_packed), gate_up_scale)
+    )(_lifted(fp4.split(x, fp4.IN_HALF)), pairs, first, fp4.halves(gate_up_packed), fp4.words(gate_up_scale))
     outputs = pl.pallas_call(
-        functools.partial(_down, rows=blocks[2], columns=blocks[3], **common),
+        functools.partial(_down, rows=rows[1], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, 2 * half), x.dtype),
-        grid=(2 * half // blocks[2], programs),
+        grid=(N * k, 2 * half // rows[1]),
         compiler_params=params,
         interpret=interpret,
         name="experts_few_packed_down",
-    )(hidden, chosen, first, fp4.halves(down_packed), down_scale)
+    )(hidden, pairs, first, fp4.halves(down_packed), fp4.words(down_scale))
     return weighted_sum(outputs, chosen, weights, first[0], E)
 
 
-def _gate_up(x_ref, chosen_ref, first_ref, *refs, activation, rows, by_pair, padded, **tile):
-    *weight_refs, hidden_ref = refs
-    row = pl.program_id(0) * rows
-    width, hidden_width = x_ref.shape[-1], hidden_ref.shape[-1]
+def _gate_up(x_ref, pairs_ref, first_ref, codes_ref, scale_ref, hidden_ref, *, activation, rows, top_k, interpret):
+    row = pl.program_id(1) * rows
+    dtype, width = hidden_ref.dtype, hidden_ref.shape[-1]
 
     def run(e, token, which, live):
-        load_x = functools.partial(_load, x_ref, (token,), live)
-        indices = (e, jnp.int32(0)), (e, jnp.int32(1))
-        gate, up = products(weight_refs, indices, row, load_x, width, rows=rows, tokens=SLOTS, **tile)
-        dtype = hidden_ref.dtype
-        at = fp4.places(row + jnp.arange(rows, dtype=jnp.int32), hidden_width, CODES)
-        store_columns(hidden_ref, activation(gate.astype(dtype), up.astype(dtype)), at, token, which, live)
+        parts = (e, jnp.int32(0)), (e, jnp.int32(1))
+        gate, up = _products(codes_ref, scale_ref, parts, row, _by_group(x_ref, (token,), live), rows, interpret)
+        hidden = _lifted(activation(gate.astype(dtype), up.astype(dtype)))
+        at = fp4.places(row + jnp.arange(rows, dtype=jnp.int32), width, fp4.IN_HALF)
+        store_columns(hidden_ref, hidden, at, token, which, live)
 
-    _for_each_slots(chosen_ref, first_ref, weight_refs[0].shape[0], by_pair, padded, run)
+    _for_tokens(pairs_ref, first_ref, codes_ref.shape[0], top_k, run)
 
 
-def _down(hidden_ref, chosen_ref, first_ref, *refs, rows, by_pair, padded, **tile):
-    *weight_refs, out_ref = refs
-    row = pl.program_id(0) * rows
+def _down(hidden_ref, pairs_ref, first_ref, codes_ref, scale_ref, out_ref, *, rows, top_k, interpret):
+    row = pl.program_id(1) * rows
 
     def run(e, token, which, live):
-        load_hidden = functools.partial(_load, hidden_ref, (token, which), live)
-        width = hidden_ref.shape[-1]
-        (out,) = products(weight_refs, ((e,),), row, load_hidden, width, rows=rows, tokens=SLOTS, **tile)
+        load_hidden = _by_group(hidden_ref, (token, which), live)
+        (out,) = _products(codes_ref, scale_ref, ((e,),), row, load_hidden, rows, interpret)
         at = row + jnp.arange(rows, dtype=jnp.int32)
         store_columns(out_ref, out.astype(out_ref.dtype), at, token, which, live)
 
-    _for_each_slots(chosen_ref, first_ref, weight_refs[0].shape[0], by_pair, padded, run)
+    _for_tokens(pairs_ref, first_ref, codes_ref.shape[0], top_k, run)
 
 
-def _for_each_slots(chosen_ref, first_ref, held, by_pair, padded, run):
-    """run(expert, token, which, live) for each eight of the tokens that took this program's expert.
+def _for_tokens(pairs_ref, first_ref, held, top_k, run):
+    """run(expert, token, which, live) if this program's pair of token and choice is the first, third .. of its expert.
 
-    token, which [8]: a token and which of its choices the expert is; live [8]: whether there is one.
+    token, which [TOKENS]: of this pair and of the expert's next, the token and which of its choices the expert is; live
+    [TOKENS]: whether there is such a pair.
     """
-    e, mine, took, which = tokens_of(chosen_ref, first_ref, by_pair, padded)
-    took = (took & mine & (e >= 0) & (e < held)).astype(jnp.int32)
-    count, rank = jnp.sum(took), jnp.cumsum(took) - took
-    token = jnp.arange(padded, dtype=jnp.int32)
-    slot = jnp.arange(SLOTS, dtype=jnp.int32)
+    pairs, own = pairs_ref.shape[0], pl.program_id(0)
+    pair = jnp.arange(pl.next_power_of_2(pairs), dtype=jnp.int32)
+    chosen = plgpu.load(pairs_ref.at[pl.ds(own * 0, pair.size)], mask=pair < pairs, other=-1)
+    expert = pairs_ref[own]
+    same, e = chosen == expert, expert - first_ref[0]
+    before = jnp.sum(jnp.where(same & (pair < own), 1, 0))
+    after = jnp.min(jnp.where(same & (pair > own), pair, pairs))
 
-    def some(i, _):
-        place = i * SLOTS + slot
-        here = (took[:, None] > 0) & (rank[:, None] == place[None, :])
-
-        def taken(of_tokens):
-            return jnp.sum(jnp.where(here, of_tokens[:, None], 0), axis=0)
-
-        run(e, taken(token), taken(which), place < count)
-
-    lax.fori_loop(0, (count + SLOTS - 1) // SLOTS, some, None)
+    @pl.when((e >= 0) & (e < held) & (before % TOKENS == 0))
+    def _():
+        taken = jnp.where(jnp.arange(TOKENS, dtype=jnp.int32) == 0, own, after)
+        run(e, taken // top_k, taken % top_k, taken < pairs)
 
 
-def _load(ref, place, live, at, size):
-    """ref[*place, at : at + size] for the tokens that are live, 0 for the others."""
-    shape = (live.shape[0], size)
-    column = at + jnp.arange(size, dtype=jnp.int32)
-    index = tuple(jnp.broadcast_to(i, shape) for i in (*(i[:, None] for i in place), column[None, :]))
-    return plgpu.load(ref.at[index], mask=jnp.broadcast_to(live[:, None], shape), other=0.0)
+def _by_group(ref, place, live):
+    """load(code, at) [ELEMENTS, COLUMNS]: ref[*place, ..] at one code of the elements at .., in its group's column."""
+    shape = (ELEMENTS, COLUMNS)
+    element, column = jnp.arange(ELEMENTS, dtype=jnp.int32), jnp.arange(COLUMNS, dtype=jnp.int32)
+    # lax.div: the compiler must see that eight neighbours share a group, to copy more than one number at a time.
+    group = lax.div(element, jnp.full_like(element, ELEMENTS // GROUPS))
+
+    def of_columns(of_tokens):
+        return jnp.broadcast_to(of_tokens[:, None], (TOKENS, GROUPS)).reshape(1, COLUMNS)
+
+    mask = (group[:, None] == (column % GROUPS)[None, :]) & (of_columns(live.astype(jnp.int32)) > 0)
+    place = tuple(jnp.broadcast_to(of_columns(i), shape) for i in place)
+    stretch = ref.shape[-1] // fp4.IN_HALF
+
+    def load(code, at):
+        input_ = jnp.broadcast_to((code * stretch + at + element)[:, None], shape)
+        return plgpu.load(ref.at[(*place, input_)], mask=mask, other=0.0)
+
+    return load
+
+
+def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
+    """sum_c weight[*index, row + r, c] x[n, c] for each index of `experts_rows`, float32 [rows, TOKENS]."""
+    some, rounds = pl.ds(row, rows), codes_ref.shape[-1] // (PIECES * ELEMENTS)
+    lowered = jnp.float32(1 / (fp4.unit(interpret) * LIFT))
+
+    def load_scales(i):
+        here = pl.ds(jnp.minimum(i, rounds - 1) * PIECES, PIECES)
+        return tuple(plgpu.load(scale_ref.at[(*index, some, here)]) for index in experts_rows)
+
+    def fold(i, carry):
+        totals, scales = list(carry[0]), [_powers(words) for words in carry[1]]
+        coming = load_scales(i + 1)  # what a product takes, Triton loads ahead by itself
+        for piece in range(PIECES):
+            at = (i * PIECES + piece) * ELEMENTS
+            xs = [load_x(code, at) for code in range(fp4.IN_HALF)]
+            for n, index in enumerate(experts_rows):
+                halves = plgpu.load(codes_ref.at[(*index, some, pl.ds(at, ELEMENTS))])
+                part = sum(
+                    lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+                    for w, x in zip(fp4.numbers(halves, interpret), xs, strict=True)
+                )
+                totals[n] += (part * lowered) * scales[n][piece]  # in this order nothing overflows
+        return tuple(totals), coming
+
+    zero = jnp.zeros((rows, COLUMNS), jnp.float32)
+    start = (zero,) * len(experts_rows), load_scales(jnp.int32(0))
+    totals, _ = lax.fori_loop(0, rounds, fold, start)
+    return [jnp.sum(total.reshape(rows, TOKENS, GROUPS), axis=2) for total in totals]
+
+
+def _powers(words):
+    """For each piece what its part is multiplied by, float32 [rows, COLUMNS]. words [rows, PIECES] of GROUPS scales."""
+    shape = (words.shape[0], COLUMNS)
+    byte = jnp.broadcast_to(8 * (jnp.arange(COLUMNS, dtype=jnp.int32) % GROUPS)[None, :], shape)
+    scales = [
+        lax.shift_right_logical(jnp.broadcast_to(word, shape), byte) & 255
+        for word in lax.split(words, (1,) * PIECES, axis=1)
+    ]
+    return [lax.bitcast_convert_type(scale << 23, jnp.float32) for scale in scales]
+
+
+def _lifted(x):
+    return x * jnp.asarray(LIFT, x.dtype)

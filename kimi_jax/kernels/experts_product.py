@@ -12,8 +12,8 @@ from kimi_jax.kernels import fp4
 def products(weight_refs, experts_rows, row, load_x, width, *, rows, columns, tokens, interpret):
     """total[r, n] = sum_c weight[*index, row + r, c] x[n, c] for each index of `experts_rows`, float32 [rows, tokens].
 
-    weight_refs: one reference to plain weights, or two, to codes and scales (see `fp4`). load_x(at, size): columns of
-    all tokens, read once for all products. columns: of the weight as stored, held at a time; width: of x.
+    weight_refs: one reference to plain weights, or two, to words of codes and scales (see `fp4`). load_x(at, size):
+    columns of all tokens, read once for all products. columns: of the weight as stored, held at a time; width: of x.
     """
     some = pl.ds(row, rows)
 
@@ -26,14 +26,13 @@ def products(weight_refs, experts_rows, row, load_x, width, *, rows, columns, to
         )
 
     def packed(i, sums):
-        codes = fp4.codes_in(weight_refs[0].dtype)
-        at, groups, stretch = i * columns, columns * codes // fp4.GROUP, width // codes
-        xs = [load_x(code * stretch + at, columns) for code in range(codes)]
+        at, groups, stretch = i * columns, columns * fp4.IN_WORD // fp4.GROUP, width // fp4.IN_WORD
+        xs = [load_x(code * stretch + at, columns) for code in range(fp4.IN_WORD)]
         new = []
         for total, index in zip(sums, experts_rows, strict=True):
-            elements = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(at, columns))])
+            words = plgpu.load(weight_refs[0].at[(*index, some, pl.ds(at, columns))])
             scale = plgpu.load(weight_refs[1].at[(*index, some, pl.ds(i * groups, groups))])
-            for weight, x in zip(fp4.widen(elements, scale, interpret), xs, strict=True):
+            for weight, x in zip(fp4.widen(words, scale, interpret), xs, strict=True):
                 total = total + _dot(weight, x)
             new.append(total)
         return tuple(new)

@@ -11,22 +11,21 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int32, UInt8, UInt16
 
 GROUP = 32  # weights that share a scale
+IN_HALF, IN_WORD = 4, 8  # codes
 
 # Of each half of register c one nibble n becomes (n << 12 | n << 6), so that its sign is at bit 15 and its magnitude at
 # bits 8..6 of a bfloat16, which then is the E2M1 number times 2^-126 (subnormals included: both formats lose their
 # leading one at exponent 0).
-WIDEN = (
-    "{{ .reg .b32 c, big; {pick} and.b32 c, c, {mask:#x}; mul.lo.u32 c, c, {factor:#x}; and.b32 c, c, 0x81C081C0;"
-    " mov.b32 big, 0x7E807E80; mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 $0, c, {power}; }}"
-)
+SMALL = "{{ .reg .b32 c, big; {pick} and.b32 c, c, {mask:#x}; mul.lo.u32 c, c, {factor:#x}; and.b32 c, c, 0x81C081C0;"
+SCALED = SMALL + " mov.b32 big, 0x7E807E80; mul.rn.bf16x2 c, c, big; mul.rn.bf16x2 $0, c, $3; }}"
 NIBBLES = dict(mask=0x000F000F, factor=0x1040), dict(mask=0x00F000F0, factor=0x104)
 OF_HALVES = [  # a register holds two elements
-    WIDEN.format(pick=pick, power="$2", **nibble)
+    (SMALL + " mov.b32 $0, c; }}").format(pick=pick, **nibble)
     for pick in ("mov.b32 c, $1;", "shr.u32 c, $1, 8;")
     for nibble in NIBBLES
 ]
 OF_WORDS = [  # byte j of two elements, twice each, fills a register
-    WIDEN.format(pick=f"prmt.b32 c, $1, $2, {0x4400 + 0x1111 * j:#x};", power="$3", **nibble)
+    SCALED.format(pick=f"prmt.b32 c, $1, $2, {0x4400 + 0x1111 * j:#x};", **nibble)
     for j in range(4)
     for nibble in NIBBLES
 ]
@@ -42,45 +41,53 @@ def halves(packed: UInt8[Array, "*X bytes"]) -> UInt16[Array, "*X bytes//2"]:
     return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 2), jnp.uint16)
 
 
-def codes_in(dtype) -> int:
-    """Codes in an element."""
-    return 2 * jnp.dtype(dtype).itemsize
-
-
-def split(x: Float[Array, "N D"], codes: int = 8) -> Float[Array, "N D"]:
+def split(x: Float[Array, "N D"], codes: int = IN_WORD) -> Float[Array, "N D"]:
     """The inputs of each element's first code, then those of the second, and so on."""
     N, D = x.shape
     return x.reshape(N, D // codes, codes).swapaxes(1, 2).reshape(N, D)
 
 
-def places(column, width: int, codes: int = 8):
+def places(column, width: int, codes: int = IN_WORD):
     """Where `split` puts a column of `width`."""
     return column // codes + (column % codes) * (width // codes)
 
 
-def widen(elements, scale, interpret: bool):
-    """The weights of each element's first code, its second and so on, each [R, C] bfloat16; exact for scales 2 to 252.
+def widen(words, scale, interpret: bool):
+    """The weights of each word's first code, its second and so on, each [R, C] bfloat16; exact for scales 2 to 252.
 
-    See `ops.mxfp4`. elements [R, C] int32 or uint16, scale [R, 32 C / codes in one] uint8.
+    See `ops.mxfp4`. words [R, C] int32, scale [R, C / 4] uint8.
     """
-    (rows, columns), codes = elements.shape, codes_in(elements.dtype)
+    rows, columns = words.shape
     power = lax.bitcast_convert_type(scale.astype(jnp.int16) << 7, jnp.bfloat16)[:, :, None]
-    power = jnp.broadcast_to(power, (*scale.shape, GROUP // codes)).reshape(rows, columns)
+    power = jnp.broadcast_to(power, (*scale.shape, GROUP // IN_WORD)).reshape(rows, columns)
     if interpret:
-        elements = elements.astype(jnp.int32)
-        return [_number((elements >> (4 * i)) & 15) * power for i in range(codes)]
-    texts, registers = (OF_HALVES, "=r,r,r") if codes == 4 else (OF_WORDS, "=r,r,r,r")
-    return [
-        plgpu.elementwise_inline_asm(
-            asm, args=[elements, power], constraints=registers, pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(elements.shape, jnp.bfloat16)],
-        )[0]
-        for asm in texts
-    ]  # fmt: skip
+        return [number * power for number in _each_number(words, IN_WORD)]
+    return [_asm(text, [words, power], "=r,r,r,r") for text in OF_WORDS]
+
+
+def numbers(halves, interpret: bool):
+    """The E2M1 numbers of each half's first code, its second and so on, times `unit`, each [R, C] bfloat16. Exact."""
+    if interpret:
+        return _each_number(halves.astype(jnp.int32), IN_HALF)
+    return [_asm(text, [halves], "=r,r") for text in OF_HALVES]
+
+
+def unit(interpret: bool) -> float:
+    """What `numbers` are multiples of: CPUs flush subnormals."""
+    return 1.0 if interpret else 2.0**-126
+
+
+def _asm(text, args, registers):
+    results = [jax.ShapeDtypeStruct(args[0].shape, jnp.bfloat16)]
+    return plgpu.elementwise_inline_asm(text, args=args, constraints=registers, pack=2, result_shape_dtypes=results)[0]
+
+
+def _each_number(elements, codes):
+    return [_number((elements >> (4 * i)) & 15) for i in range(codes)]
 
 
 def _number(code):
-    """The E2M1 number of a code, through float32: CPUs flush subnormals."""
+    """The E2M1 number of a code, through float32."""
     magnitude = code & 7
     exponent = lax.bitcast_convert_type((126 + magnitude // 2) << 23, jnp.float32)
     mantissa = 1.0 + (magnitude % 2).astype(jnp.float32) * 0.5

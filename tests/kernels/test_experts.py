@@ -1,5 +1,6 @@
 """The expert kernels, interpreted, against every expert on every token in float32."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +16,9 @@ from kimi_jax.ops.gated_mlp import gated_mlp
 
 K, HELD, ALL, F, D = 3, 4, 9, 64, 128
 BLOCKS = (64, 64, 64, 32)
-HALVES, WORDS = (64, 32, 64, 16), (64, 16, 64, 8)  # of four weights, of eight
 
 
-def _case(tokens):
+def _case(tokens, F=F, D=D):
     r = np.random.default_rng(tokens)
 
     def normal(*shape, scale=1.0, dtype=jnp.bfloat16):
@@ -65,28 +65,54 @@ def test_many_tokens_kernel_equals_dense(block):
     assert _error(got, *case, 3) < 1e-2
 
 
-@pytest.mark.parametrize(
-    ("kernel", "blocks", "tokens"),
-    [(experts_few_packed, HALVES, 1), (experts_few_packed, HALVES, 40), (experts_many_packed, WORDS, 19)],
-)
-def test_packed_kernels_equal_dense_on_dequantised_weights(kernel, blocks, tokens):
-    x, chosen, weights, *wide = _case(tokens)
-    assert (jnp.bincount(chosen.reshape(-1))[3] > 8) == (tokens == 40)  # more than one round of eight
-    packed = [mxfp4.pack(w) for w in wide]
-    wide = [mxfp4.dequantise(*p, jnp.float32) for p in packed]
-    first = jnp.min(chosen) if tokens == 1 else 3
-    weights_of = *packed[0], *packed[1]
-    got = kernel(x, chosen, weights, *weights_of, activation=swiglu, first=first, blocks=blocks, interpret=True)
-    assert _error(got, x, chosen, weights, *wide, first) < 1e-2
+def _packed_case(tokens, F=F, D=D):
+    """A case's arguments with its weights in MXFP4, and those weights widened again."""
+    x, chosen, weights, *wide = _case(tokens, F, D)
+    gate_up, down = (mxfp4.pack(w) for w in wide)
+    return (x, chosen, weights, *gate_up, *down), [mxfp4.dequantise(*p, jnp.float32) for p in (gate_up, down)]
 
 
-@pytest.mark.parametrize("elements", [fp4.words, fp4.halves])
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_few_tokens_packed_kernel_equals_dense_on_dequantised_weights(tokens):
+    case, wide = _packed_case(tokens, 4 * F, 4 * D)
+    assert (jnp.bincount(case[1].reshape(-1))[3:7].max() > 4) == (tokens == 19)  # more pairs than two programs take
+    first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
+    got = experts_few_packed(*case, activation=swiglu, first=first, interpret=True)
+    assert _error(got, *case[:3], *wide, first) < 1e-2
+
+
+def test_many_tokens_packed_kernel_equals_dense_on_dequantised_weights():
+    case, wide = _packed_case(19)
+    got = experts_many_packed(*case, activation=swiglu, first=3, blocks=(64, 16, 64, 8), interpret=True)
+    assert _error(got, *case[:3], *wide, 3) < 1e-2
+
+
+def test_no_scale_makes_a_sum_of_the_packed_kernel_over_or_underflow_on_its_way():
+    (*case, scale), _ = _packed_case(1, 4 * F, 4 * D)
+    first = jnp.min(case[1])
+    run = jax.jit(lambda scale: experts_few_packed(*case, scale, activation=swiglu, first=first, interpret=True))
+    want = np.asarray(run(jnp.full_like(scale, 120)), np.float64)
+    for power in 20, 240:
+        got = np.asarray(run(jnp.full_like(scale, power)), np.float64)
+        np.testing.assert_array_equal(got, want * 2.0 ** (power - 120))
+
+
 @pytest.mark.parametrize("scale", [2, 127, 252])
-def test_widened_elements_are_the_dequantised_numbers_bit_for_bit(scale, elements):
+def test_widened_words_are_the_dequantised_numbers_bit_for_bit(scale):
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     scales = jnp.full((2, 8), scale, jnp.uint8).at[1].add(jnp.uint8(1 if scale < 252 else 0))
-    want = mxfp4.dequantise(packed, scales, jnp.bfloat16)
-    parts = fp4.widen(elements(packed), scales, interpret=True)
+    parts = fp4.widen(fp4.words(packed), scales, interpret=True)
+    _assert_split(parts, mxfp4.dequantise(packed, scales, jnp.bfloat16))
+
+
+def test_numbers_of_halves_are_the_dequantised_numbers_without_their_scale():
+    packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
+    one = jnp.full((2, 8), 127, jnp.uint8)
+    _assert_split(fp4.numbers(fp4.halves(packed), interpret=True), mxfp4.dequantise(packed, one, jnp.bfloat16))
+
+
+def _assert_split(parts, want):
+    """Bit for bit, in the order that `fp4.split` and `fp4.places` say."""
     got, codes = jnp.concatenate(parts, axis=1), len(parts)
     np.testing.assert_array_equal(got.view(jnp.int16), fp4.split(want, codes).view(jnp.int16))
     at = fp4.places(jnp.arange(256, dtype=jnp.int32), 256, codes)
