@@ -21,7 +21,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
     "jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT.parent / ".jax_cache"))
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
