@@ -35,8 +35,14 @@ from tests.layouts import (
 BOTH = helix(2, 4, tokens_per_block=4)  # tp and cp above 1: the mesh on which an order can be wrong
 
 
-@pytest.mark.parametrize("layout", layouts(1, 2, 4, 8), ids=name)
+@pytest.mark.parametrize("layout", layouts(1, 2, 4, switches=(False,)) + layouts(8), ids=name)
 def test_every_mesh_gives_the_logits_and_tokens_of_one_device(layout):
+    check_parity(outcome(spread(layout)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", layouts(1, 2, 4, switches=(True,)), ids=name)
+def test_every_mesh_of_fewer_than_eight_gives_the_same_with_the_merged_projection_split(layout):
     check_parity(outcome(spread(layout)))
 
 
