@@ -1,5 +1,6 @@
 """Test session: eight simulated devices, strict promotion, a compilation cache that is kept, shared folders."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -21,8 +22,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
     "jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT.parent / ".jax_cache"))
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish():
+    """Look for garbage less often and not in what was imported: tracing makes much, and nearly all of it stays."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

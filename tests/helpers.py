@@ -1,8 +1,10 @@
-"""What several test files need: golden files and the two measures of error."""
+"""What several test files need: golden files, logits of several prompts, and the two measures of error."""
 
 from pathlib import Path
 
 import numpy as np
+
+from kimi_jax.runtime import Model
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -11,6 +13,16 @@ def golden(name: str) -> dict[str, np.ndarray]:
     """The oracle's answers for one checkpoint."""
     with np.load(GOLDEN / f"{name}.npz") as data:
         return dict(data)
+
+
+def logits_of_each(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits [T, W] of each prompt of T tokens, run as one batch, padded at the end: one program for all lengths."""
+    lengths = [len(ids) for ids in prompts]
+    tokens = np.zeros((len(prompts), max(lengths)), int)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    logits = np.asarray(model.logits(tokens, lengths))
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
 def worst(mine: np.ndarray, wanted: np.ndarray) -> float:

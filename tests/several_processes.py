@@ -85,7 +85,7 @@ JOBS = {job.__name__: job for job in (talk, states, every_layout, save, other_ch
 
 def main(job: str, folder: str, process: str, count: str, devices: str, port: str) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     kimi_jax.simulate_devices(int(devices))
     processes.join(f"127.0.0.1:{port}", int(count), int(process))
     said = JOBS[job](Path(folder))

@@ -1,4 +1,8 @@
-"""generate and stream: the same tokens whatever the company, padding and chunks; where rows end; what is refused."""
+"""generate and stream: the same tokens whatever the company, padding and chunks; where rows end; what is refused.
+
+Compiling is what these tests cost. Those that need text, or tokens of transformers, use the trained checkpoint with
+prompts of up to 32 tokens, one of them or all four, and room for 128; the others use the small model of `layouts`.
+"""
 
 import shutil
 import signal
@@ -11,6 +15,7 @@ import pytest
 
 import kimi_jax
 from kimi_jax import Greedy, MinP, Temperature, TopK, TopP
+from tests import layouts
 from tests.helpers import golden
 
 GOLD = golden("kimi-linear-tiny")
@@ -29,6 +34,12 @@ def endless(model, monkeypatch):
     """The model without EOS, for tests that name their own ends."""
     monkeypatch.setattr(model, "eos_token_ids", ())
     return model
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Random weights, no tokenizer, no EOS."""
+    return layouts.one_device()
 
 
 def test_greedy_text_equals_transformers_as_one_ragged_batch(model):
@@ -56,18 +67,23 @@ def test_the_order_and_the_neighbours_change_nothing(model, order):
 
 
 @pytest.mark.parametrize(("capacity", "chunk"), [(200, None), (1024, 5), (88, 1)])
-def test_capacity_and_chunk_change_nothing(model, capacity, chunk):
-    outs = kimi_jax.generate(model, PROMPTS, max_new_tokens=64, capacity=capacity, prefill_chunk=chunk)
-    assert [out.tokens for out in outs] == GREEDY
+def test_capacity_and_chunk_change_nothing(small, capacity, chunk):
+    usual, found = (
+        kimi_jax.generate(small, layouts.PROMPTS, max_new_tokens=64, **options)
+        for options in ({}, dict(capacity=capacity, prefill_chunk=chunk))
+    )
+    assert [out.tokens for out in found] == [out.tokens for out in usual]
+    assert all(len(set(out.tokens)) > 8 for out in usual)
 
 
 @pytest.mark.parametrize("sampling", [Temperature(0.8), TopK(5, 1.2), TopP(0.9), MinP(0.05, 0.7)])
-def test_a_sampled_row_depends_on_its_own_seed_alone(model, sampling):
-    batch = kimi_jax.generate(model, PROMPTS, max_new_tokens=20, sampling=sampling, seed=11)
+def test_a_sampled_row_depends_on_its_own_seed_alone(small, sampling):
+    about = dict(max_new_tokens=20, sampling=sampling)
+    batch = kimi_jax.generate(small, layouts.PROMPTS, seed=11, **about)
     for i in range(4):
-        alone = kimi_jax.generate(model, PROMPTS[i], max_new_tokens=20, sampling=sampling, seed=[11 + i])
+        alone = kimi_jax.generate(small, layouts.PROMPTS[i], seed=[11 + i], **about)
         assert alone[0].tokens == batch[i].tokens
-    other = kimi_jax.generate(model, PROMPTS, max_new_tokens=20, sampling=sampling, seed=99)
+    other = kimi_jax.generate(small, layouts.PROMPTS, seed=99, **about)
     assert [o.tokens for o in other] != [o.tokens for o in batch]
 
 
@@ -78,9 +94,10 @@ def test_stream_gives_the_tokens_and_text_of_generate(model):
     assert len(pieces) > 1
 
 
-def test_logprobs_are_those_of_the_logits(model):
-    out = kimi_jax.generate(model, PROMPTS[2], max_new_tokens=6, logprobs=True)[0]
-    logits = model.logits(np.array([PROMPTS[2] + out.tokens]))[0, len(PROMPTS[2]) - 1 : -1]
+def test_logprobs_are_those_of_the_logits(small):
+    prompt = layouts.PROMPTS[3]
+    out = kimi_jax.generate(small, prompt, max_new_tokens=6, logprobs=True)[0]
+    logits = small.logits(np.array([prompt + out.tokens]))[0, len(prompt) - 1 : -1]
     wanted = jax.nn.log_softmax(logits)[np.arange(6), np.array(out.tokens)]
     np.testing.assert_allclose(out.logprobs, wanted, atol=1e-4)
 
@@ -145,10 +162,10 @@ def test_a_kept_state_continues_as_if_never_interrupted(model):
 
 
 def test_a_conversation_equals_one_prompt_of_all_its_turns(model):
-    first = kimi_jax.generate(model, PROMPTS[1], max_new_tokens=10, keep_state=True, capacity=200)[0]
+    first = kimi_jax.generate(model, PROMPTS[3], max_new_tokens=10, keep_state=True)[0]
     turn = [10, 65, 110, 100]
     second = kimi_jax.generate(model, turn, max_new_tokens=10, state=first.state)[0]
-    whole = kimi_jax.generate(model, PROMPTS[1] + first.tokens + turn, max_new_tokens=10)[0]
+    whole = kimi_jax.generate(model, PROMPTS[3] + first.tokens + turn, max_new_tokens=10)[0]
     assert second.tokens == whole.tokens
 
 
@@ -165,21 +182,24 @@ def test_a_state_kept_at_a_stop_is_the_one_at_the_stop(endless, stop):
 # Running
 
 
-def test_a_second_call_of_the_same_bucket_compiles_nothing(model):
-    kimi_jax.generate(model, PROMPTS, max_new_tokens=40, sampling=Temperature(0.5), logprobs=True)
+def test_a_second_call_of_the_same_bucket_compiles_nothing(small):
+    prompts = [[7, *prompt] for prompt in layouts.PROMPTS[:2]]
+    kimi_jax.generate(small, prompts, max_new_tokens=40, sampling=Temperature(0.5), logprobs=True)
     compiled = []
     listener = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        shorter = [prompt[:-1] for prompt in PROMPTS]
-        kimi_jax.generate(model, shorter, max_new_tokens=35, sampling=Temperature(0.9), seed=5, logprobs=True)
+        shorter = [prompt[:-1] for prompt in prompts]
+        kimi_jax.generate(small, shorter, max_new_tokens=35, sampling=Temperature(0.9), seed=5, logprobs=True)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert compiled == []
 
 
-def test_ctrl_c_ends_within_a_second_and_leaves_the_model_usable(endless, ctrl_c):
-    kimi_jax.generate(endless, PROMPTS, max_new_tokens=4000, capacity=8192, stop=[SPACE])  # compile what follows
+def test_ctrl_c_ends_within_a_second_and_leaves_the_model_usable(small, ctrl_c):
+    about = dict(max_new_tokens=8000, capacity=8192)
+    before = kimi_jax.generate(small, layouts.PROMPTS[3], max_new_tokens=8)[0].tokens
+    kimi_jax.generate(small, layouts.PROMPTS, **about | dict(max_new_tokens=2))  # compile what follows
     sent = []
 
     def interrupt():
@@ -189,9 +209,9 @@ def test_ctrl_c_ends_within_a_second_and_leaves_the_model_usable(endless, ctrl_c
     timer = threading.Timer(0.5, interrupt)
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        kimi_jax.generate(endless, PROMPTS, max_new_tokens=4000, capacity=8192)
+        kimi_jax.generate(small, layouts.PROMPTS, **about)
     assert time.monotonic() - sent[0] < 1.0
-    assert kimi_jax.generate(endless, PROMPTS[0], max_new_tokens=8)[0].tokens == GREEDY[0][:8]
+    assert kimi_jax.generate(small, layouts.PROMPTS[3], max_new_tokens=8)[0].tokens == before
 
 
 def test_nan_logits_raise_with_row_and_step_and_never_become_a_token(model):
@@ -242,38 +262,37 @@ def test_what_does_not_fit_is_refused_by_name(model, prompts, options, message):
         kimi_jax.generate(model, prompts, **options)
 
 
-def test_strings_without_a_tokenizer_are_refused(models):
-    model = models("kimi-linear-random")
+def test_strings_without_a_tokenizer_are_refused(small):
     with pytest.raises(ValueError, match="prompt 0 is a string, but the checkpoint has no tokenizer"):
-        kimi_jax.generate(model, "In the")
+        kimi_jax.generate(small, "In the")
     with pytest.raises(ValueError, match="stop='x' is a string"):
-        kimi_jax.generate(model, [1, 2], stop="x")
-    assert kimi_jax.generate(model, [1, 2], max_new_tokens=3, sampling=Greedy())[0].text is None
+        kimi_jax.generate(small, [1, 2], stop="x")
+    assert kimi_jax.generate(small, [1, 2], max_new_tokens=3, sampling=Greedy())[0].text is None
 
 
-def test_a_consumed_state_says_to_fork(model):
-    state = model.new_state(1, 64)
+def test_a_consumed_state_says_to_fork(small):
+    state, tokens = small.new_state(1, 128), np.array([layouts.PROMPTS[2]])
     kept = state.fork()
     leaves = jax.tree.leaves(state.cache)
-    logits, after = model.prefill(np.array([PROMPTS[0]]), None, state)
+    logits, after = small.prefill(tokens, None, state)
     assert all(leaf.is_deleted() for leaf in leaves)  # donated
     with pytest.raises(ValueError, match=r"consumed .*fork"):
-        model.decode([1], state)
-    same, _ = model.prefill(np.array([PROMPTS[0]]), None, kept)
+        small.decode([1], state)
+    same, _ = small.prefill(tokens, None, kept)
     assert np.array_equal(np.asarray(logits), np.asarray(same))
-    assert after.lengths.tolist() == [len(PROMPTS[0])]
+    assert after.lengths.tolist() == [tokens.size]
 
 
-def test_decode_compiles_once_and_donates_its_state(model):
-    state = model.new_state(2, 64)
-    logits, state = model.prefill(np.array([[1, 2], [3, 4]]), None, state)
-    logits, state = model.decode(np.asarray(logits).argmax(-1), state)
-    before = len(model._extend.executables)
+def test_decode_compiles_once_and_donates_its_state(small):
+    state = small.new_state(1, 128)
+    logits, state = small.prefill(np.array([layouts.PROMPTS[2]]), None, state)
+    logits, state = small.decode(np.asarray(logits).argmax(-1), state)
+    before = len(small._extend.executables)
     for _ in range(3):
         leaves = jax.tree.leaves(state.cache)
-        logits, state = model.decode(np.asarray(logits).argmax(-1), state)
+        logits, state = small.decode(np.asarray(logits).argmax(-1), state)
         assert all(leaf.is_deleted() for leaf in leaves)
-    assert len(model._extend.executables) == before
+    assert len(small._extend.executables) == before
 
 
 def test_a_state_that_is_too_small_is_refused_before_it_is_touched(model):

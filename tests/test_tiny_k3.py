@@ -9,10 +9,10 @@ import kimi_jax
 from kimi_jax.__main__ import main
 from kimi_jax.testing import A_LOG_TAIL, TINY_K3, write_tiny_k3
 from tests.checkpoints.making import stored
-from tests.helpers import worst
+from tests.helpers import logits_of_each, worst
 from tests.reference import oracle
 
-IDS = np.arange(3, 40)
+PROMPTS = [np.arange(3, 3 + n) for n in (1, 17, 70)]  # the shapes of test_k3: compiled once for both
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,15 @@ def folders(tmp_path_factory):
 
 
 def logits(folder):
-    return np.asarray(kimi_jax.load(folder, dtype="float32", progress=False).logits(IDS[None])[0])
+    return logits_of_each(kimi_jax.load(folder, dtype="float32", progress=False), PROMPTS)
 
 
 def test_both_folders_give_the_oracles_logits_and_bitwise_the_same(folders):
-    packed, twin = (logits(folder) for folder in folders)
-    assert worst(packed, oracle.forward(*oracle.load(folders[0]), IDS)) <= 2e-4
-    assert np.array_equal(packed, twin)
-    assert packed.std() > 0.5  # logits that differ from token to token
+    raw, params = oracle.load(folders[0])
+    for packed, twin, ids in zip(*map(logits, folders), PROMPTS, strict=True):
+        assert worst(packed, oracle.forward(raw, params, ids)) <= 2e-4
+        assert np.array_equal(packed, twin)
+        assert packed.std() > 0.5  # logits that differ from token to token
 
 
 def test_the_folder_is_as_the_hub_has_it(folders):

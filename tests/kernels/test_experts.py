@@ -1,5 +1,7 @@
 """The expert kernels, interpreted, against every expert on every token in float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,11 +33,21 @@ def _case(tokens, F=F, D=D):
     )  # fmt: skip
 
 
-def _error(got, x, chosen, weights, gate_up, down, first):
+def _run(kernel, *arrays, first=0, **about):
+    """The kernel, compiled whole: one by one, its small ops take more time than it does."""
+    return jax.jit(partial(kernel, activation=swiglu, interpret=True, **about))(*arrays, first=jnp.int32(first))
+
+
+@jax.jit
+def _dense(x, chosen, weights, gate_up, down, first):
     f32 = jnp.float32
-    want = experts_dense(
+    return experts_dense(
         x.astype(f32), chosen, weights, gate_up.astype(f32), down.astype(f32), activation=swiglu, first=first
     )
+
+
+def _error(got, x, chosen, weights, gate_up, down, first):
+    want = _dense(x, chosen, weights, gate_up, down, jnp.int32(first))
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
@@ -43,7 +55,7 @@ def _error(got, x, chosen, weights, gate_up, down, first):
 def test_few_tokens_kernel_equals_dense(tokens):
     case = _case(tokens)
     first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
-    got = experts_few(*case, activation=swiglu, first=first, blocks=BLOCKS, interpret=True)
+    got = _run(experts_few, *case, first=first, blocks=BLOCKS)
     assert _error(got, *case, first) < 1e-2
 
 
@@ -52,8 +64,8 @@ def test_shared_experts_come_along_as_one_more_expert(tokens):
     case, scale = _case(tokens), D**-0.5
     r = np.random.default_rng(9)
     shared = [jnp.asarray(r.normal(size=shape) * scale, jnp.bfloat16) for shape in [(2, F // 2, D), (D, F // 2)]]
-    alone = experts_few(*case, activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
-    both = experts_few(*case, tuple(shared), activation=swiglu, first=3, blocks=(32, 64, 64, 32), interpret=True)
+    alone = _run(experts_few, *case, first=3, blocks=(32, 64, 64, 32))
+    both = _run(experts_few, *case, tuple(shared), first=3, blocks=(32, 64, 64, 32))
     want = gated_mlp(case[0].astype(jnp.float32), *(w.astype(jnp.float32) for w in shared), swiglu)
     assert np.linalg.norm(both - alone - want) / np.linalg.norm(want) < 1e-2
 
@@ -61,15 +73,16 @@ def test_shared_experts_come_along_as_one_more_expert(tokens):
 @pytest.mark.parametrize("block", [32, 16])
 def test_many_tokens_kernel_equals_dense(block):
     case = _case(50)
-    got = experts_many(*case, activation=swiglu, first=3, block=block, blocks=BLOCKS, interpret=True)
+    got = _run(experts_many, *case, first=3, block=block, blocks=BLOCKS)
     assert _error(got, *case, 3) < 1e-2
 
 
 def _packed_case(tokens, F=F, D=D):
     """A case's arguments with its weights in MXFP4, and those weights widened again."""
     x, chosen, weights, *wide = _case(tokens, F, D)
-    gate_up, down = (mxfp4.pack(w) for w in wide)
-    return (x, chosen, weights, *gate_up, *down), [mxfp4.dequantise(*p, jnp.float32) for p in (gate_up, down)]
+    gate_up, down = (jax.jit(mxfp4.pack)(w) for w in wide)
+    wide = [jax.jit(partial(mxfp4.dequantise, dtype=jnp.float32))(*p) for p in (gate_up, down)]
+    return (x, chosen, weights, *gate_up, *down), wide
 
 
 @pytest.mark.parametrize("tokens", [1, 19])
@@ -77,13 +90,13 @@ def test_few_tokens_packed_kernel_equals_dense_on_dequantised_weights(tokens):
     case, wide = _packed_case(tokens, 4 * F, 4 * D)
     assert (jnp.bincount(case[1].reshape(-1))[3:7].max() > 4) == (tokens == 19)  # more pairs than two programs take
     first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
-    got = experts_few_packed(*case, activation=swiglu, first=first, interpret=True)
+    got = _run(experts_few_packed, *case, first=first)
     assert _error(got, *case[:3], *wide, first) < 1e-2
 
 
 def test_many_tokens_packed_kernel_equals_dense_on_dequantised_weights():
     case, wide = _packed_case(19)
-    got = experts_many_packed(*case, activation=swiglu, first=3, blocks=(64, 16, 64, 8), interpret=True)
+    got = _run(experts_many_packed, *case, first=3, blocks=(64, 16, 64, 8))
     assert _error(got, *case[:3], *wide, 3) < 1e-2
 
 
@@ -123,6 +136,4 @@ def test_tokens_without_a_held_expert_get_zero():
     x, _, weights, *wide = _case(5)
     chosen = jnp.broadcast_to(jnp.arange(6, 6 + K, dtype=jnp.int32), (5, K))
     for kernel in experts_few, experts_many:
-        np.testing.assert_array_equal(
-            kernel(x, chosen, weights, *wide, activation=swiglu, blocks=BLOCKS, interpret=True), 0
-        )
+        np.testing.assert_array_equal(_run(kernel, x, chosen, weights, *wide, blocks=BLOCKS), 0)

@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from kimi_jax.measuring import kernels
+from kimi_jax.measuring.machine import Machine
 
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 ONE_GPU = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=GPU)
+MACHINE = Machine("test", 1, copy_rate=1e9, matrix_rate=1e9, versions={})
 SMALL = {
     "MLA decode": lambda: kernels.mla_decode(4, 512),
     "MLA prefill": lambda: kernels.mla_prefill(2, 128),
@@ -20,7 +22,9 @@ SMALL = {
 }
 
 
-def test_cases_are_timed_and_compared_with_float32():
+def test_cases_are_timed_and_compared_with_float32(monkeypatch):
+    monkeypatch.setattr(kernels, "measure_machine", lambda dtype: MACHINE)
+    monkeypatch.setattr(kernels, "CACHES", 1_000_000)
     report = kernels.run(make() for make in SMALL.values())
     assert [line.name.split(",")[0] for line in report.lines] == list(SMALL)
     for line in report.lines:

@@ -138,6 +138,7 @@ def weights(integers: bool):
     return jax.tree.map(draw, nnx.to_pure_dict(shapes), is_leaf=lambda s: isinstance(s, tuple)), x
 
 
+@functools.cache
 def run(layer: type, layout, *, integers: bool = False, text: bool = False):
     """The layer's output for a prompt of seven tokens, and its latents; or the compiled text."""
     params, x = weights(integers)
