@@ -58,10 +58,11 @@ def run(
     peer: the peer's seconds by (what, batch, context), to stand beside ours. phases: also how long each phase takes,
     from the profiler.
     """
+    rooms = {context: room(context, capacity) for context in contexts}  # first: it refuses what is too small
     report = Report(measure_machine(str(model.dtype)), describe(model))
     for batch in batches:
         for context in contexts:
-            decoding = Decoding(model, batch, room(context, capacity))
+            decoding = Decoding(model, batch, rooms[context])
             row = decoding.time(report.machine, context, phases=phases)
             report.rows.append(replace(row, peer=peer.get(("decode", batch, context))))
         for tokens in prefills:
