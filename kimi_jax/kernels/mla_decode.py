@@ -4,7 +4,6 @@ The sibling of `ops.attention.attend_absorbed` at T = 1. Knows how many leading 
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kimi_jax.kernels.approximate import LOG2E
 from kimi_jax.kernels.device import PROGRAMS
-
-LOG2E = math.log2(math.e)
 
 
 def supports(query: Float[Array, "B T H Z"], latent: int) -> bool:

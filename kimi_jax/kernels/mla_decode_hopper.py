@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from kimi_jax.kernels.approximate import LOG2E
 from kimi_jax.kernels.device import PROGRAMS
-from kimi_jax.kernels.mla_decode import LOG2E, merge_stretches
+from kimi_jax.kernels.mla_decode import merge_stretches
 from kimi_jax.kernels.mla_decode_roles import TILE, Memory, Stretch, copy_tiles, form_weights, sum_weighted
 
 MOST_HEADS = 64  # a program's: 512 latents by 64 heads fill the registers of two warpgroups

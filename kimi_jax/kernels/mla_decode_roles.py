@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kimi_jax.kernels.mla_decode import LOG2E
+from kimi_jax.kernels.approximate import LOG2E
 
 TILE = 64  # slots a step, the rows of a wgmma; also the columns of 128 bytes, the widest swizzle
 EMPTY = -1e30
