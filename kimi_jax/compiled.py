@@ -7,7 +7,7 @@ closed over.
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,6 @@ from kimi_jax.state import Cache, cache_shapes, cache_shardings
 from sharding_rules import DeviceMesh, Layout
 
 STEP, BORN = "jit_run", "jit_born"  # what XLA and its profiler call what is compiled here
-
-
-@runtime_checkable
-class Holder(Protocol):
-    """What `Compiled` needs of a `runtime.Model`, which is made of steps compiled here."""
-
-    graph: nnx.GraphDef
-    layout: Layout
-    mesh: DeviceMesh
-    params: Any
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -54,18 +44,29 @@ def empty(
 
 
 class Compiled:
-    """One step of a model, compiled once for each shape of its arguments and kept: nothing is traced twice."""
+    """One step of a model, compiled once for each shape of its arguments and kept: nothing is traced twice.
+
+    graph: the model's modules; their parameters are given with each call, of the same shapes and places every time.
+    """
 
     def __init__(
-        self, model: Holder, step: Callable, *, out: Any, donate: Sequence[str] = (), static: Sequence[str] = ()
+        self,
+        graph: nnx.GraphDef,
+        layout: Layout,
+        mesh: DeviceMesh,
+        step: Callable,
+        *,
+        out: Any,
+        donate: Sequence[str] = (),
+        static: Sequence[str] = (),
     ):
         def run(params: Any, *args: Any, **kwargs: Any):
-            decoder = nnx.merge(model.graph, params)
+            decoder = nnx.merge(graph, params)
             decoder.run_blocks(_alike())
             with jax.default_matmul_precision("highest"):  # of float32 products; those of bfloat16 are exact anyway
                 return step(decoder, *args, **kwargs)
 
-        self.model, self.whole = model, model.layout.sharding(model.mesh)
+        self.mesh, self.whole = mesh, layout.sharding(mesh)
         self.executables: dict[Any, Any] = {}
         names = list(inspect.signature(step).parameters)  # the first is the module, made from the parameters
         self._jit = jax.jit(
@@ -75,19 +76,19 @@ class Compiled:
             out_shardings=out,
         )
 
-    def __call__(self, *args: Any, **static: Any) -> Any:
-        """Run on the model's parameters."""
+    def __call__(self, params: Any, *args: Any, **static: Any) -> Any:
+        """Run on these parameters."""
         args = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else processes.put(x, self.whole), args)
-        return self.compile(*args, **static)(self.model.params, *args)
+        return self.compile(params, *args, **static)(params, *args)
 
-    def compile(self, *args: Any, **static: Any) -> Any:
-        """The executable for arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
+    def compile(self, params: Any, *args: Any, **static: Any) -> Any:
+        """The executable for parameters and arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
         leaves, structure = jax.tree.flatten(args)
         key = (structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves), tuple(static.items()))
         if key not in self.executables:
             args = jax.tree.map(self._placed, args)
-            with jax.set_mesh(self.model.mesh):
-                self.executables[key] = self._jit.lower(self.model.params, *args, **static).compile()
+            with jax.set_mesh(self.mesh):
+                self.executables[key] = self._jit.lower(params, *args, **static).compile()
         return self.executables[key]
 
     def _placed(self, x: Any) -> Any:

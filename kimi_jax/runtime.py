@@ -59,7 +59,7 @@ class Model:
 
         placed = cache_shardings(config, layout, self.mesh)
         whole = layout.sharding(self.mesh)
-        compiled = partial(Compiled, self)
+        compiled = partial(Compiled, self.graph, self.layout, self.mesh)
         self._logits = compiled(steps.logits, out=whole)
         self._extend = compiled(steps.extend, out=(whole, placed), donate=("cache",))
         self._observe = compiled(steps.observe, out=(whole, placed), donate=("cache",))
@@ -79,7 +79,7 @@ class Model:
         """Logits [B, T, W] in float32 after each token of whole sequences; rows may be right-padded to `lengths`."""
         tokens = self._tokens(tokens)
         counts = self._counts(tokens, lengths)
-        return self._logits(tokens, counts, self._empty(*tokens.shape)())
+        return self._logits(self.params, tokens, counts, self._empty(*tokens.shape)())
 
     def new_state(self, batch: int, capacity: int) -> State:
         """An empty state for `batch` sequences of up to `capacity` tokens (rounded up to whole stripes)."""
@@ -110,17 +110,17 @@ class Model:
     def compile_observe(self, batch: int, width: int, capacity: int) -> None:
         """Compile `observe`, ahead of time, for tokens [batch, width] and a state of this capacity."""
         tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, width), (batch,)))
-        self._observe.compile(tokens, counts, self.cache_structs(batch, capacity))
+        self._observe.compile(self.params, tokens, counts, self.cache_structs(batch, capacity))
 
     def draw(self, logits: Array, sampling: Sampling, seeds: np.ndarray, drawn: int, *, want_logprobs: bool = False):
         """A token for each row of logits [B, W] -> tokens, log probabilities, whether the logits were finite, all
         [B].
         """
-        return self._draw(logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
+        return self._draw(self.params, logits, sampling, seeds, np.int32(drawn), want_logprobs=want_logprobs)
 
     def choose(self, rows: np.ndarray, yes: Array, no: Array) -> Array:
         """yes[b] where rows[b], else no[b]."""
-        return self._choose(rows, yes, no)
+        return self._choose(self.params, rows, yes, no)
 
     def burst(
         self,
@@ -138,6 +138,7 @@ class Model:
         """Up to `steps` decode steps on the device, see `steps.burst` -> new state, and the Burst as numpy arrays."""
         before = state.lengths
         cache, burst = self._burst(
+            self.params,
             state.take(),
             token,
             live,
@@ -176,11 +177,12 @@ class Model:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         stops = jax.ShapeDtypeStruct((-(-max(len(self.eos_token_ids), 1) // 8) * 8,), jnp.int32)
         for length in sorted({1, *buckets}):
-            self._extend.compile(rows(jnp.int32, length), rows(jnp.int32), cache)
+            self._extend.compile(self.params, rows(jnp.int32, length), rows(jnp.int32), cache)
         logits, seeds = rows(jnp.float32, self.config.vocab_size), rows(jnp.uint32)
-        self._draw.compile(logits, sampling, seeds, number, want_logprobs=False)
+        self._draw.compile(self.params, logits, sampling, seeds, number, want_logprobs=False)
         token, live = rows(jnp.int32), rows(jnp.bool_)
-        self._burst.compile(cache, token, live, sampling, seeds, number, stops, number, want_logprobs=False)
+        rest = token, live, sampling, seeds, number, stops, number
+        self._burst.compile(self.params, cache, *rest, want_logprobs=False)
 
     def cache_structs(self, batch: int, capacity: int) -> Cache:
         """Shapes and placements of a state's arrays, with no array behind them."""
@@ -210,7 +212,7 @@ class Model:
                 f"capacity={state.capacity} is too small: row {int(after.argmax())} would hold {after.max()} tokens; "
                 f"make the state with new_state(batch, capacity={after.max()}) or more"
             )
-        out, cache = step(tokens, counts, state.take())
+        out, cache = step(self.params, tokens, counts, state.take())
         return out, State(cache, self.config, self.layout, self.mesh, after)
 
     def check_state(self, state: State) -> None:

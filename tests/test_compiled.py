@@ -1,7 +1,9 @@
 """What is handed to XLA, and how it is called: read in the text of a step that is lowered or compiled."""
 
 import dataclasses
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -51,3 +53,14 @@ def test_a_step_looks_into_the_stretch_of_the_embedding_that_a_rank_holds():
 def test_a_step_is_called_as_the_profiler_is_told():
     text = compile_step(Model(SMALL, SINGLE, "float32"), BATCH, CAPACITY).as_text()
     assert text.startswith(f"HloModule {STEP},")
+
+
+def test_a_model_that_is_let_go_leaves_its_memory_at_once():
+    model = Model(SMALL, SINGLE, "float32")
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -77,10 +77,10 @@ def test_a_shape_that_cannot_be_compiled_is_an_error_and_is_not_skipped(monkeypa
     model = fresh()
     extend = model._extend.compile
 
-    def only_single_tokens(tokens, *rest):
+    def only_single_tokens(params, tokens, *rest):
         if tokens.shape[1] > 1:
             raise RuntimeError("this shape cannot be compiled")
-        return extend(tokens, *rest)
+        return extend(params, tokens, *rest)
 
     monkeypatch.setattr(model._extend, "compile", only_single_tokens)
     with pytest.raises(RuntimeError, match="cannot be compiled"):

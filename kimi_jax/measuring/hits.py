@@ -36,18 +36,19 @@ class Routing:
         self.model = model
         self.layers = sum(model.config.is_moe(i) for i in range(model.config.num_hidden_layers))  # that route
         placed = cache_shardings(model.config, model.layout, model.mesh)
-        self._reach = Compiled(model, reach, out=(model.layout.sharding(model.mesh), placed), donate=("cache",))
+        whole = model.layout.sharding(model.mesh)
+        self._reach = Compiled(model.graph, model.layout, model.mesh, reach, out=(whole, placed), donate=("cache",))
 
     def compile(self, batch: int, length: int, cache: Cache) -> None:
         """Ahead of time, for tokens [batch, length] and a cache of these shapes."""
         tokens, counts = np.zeros((batch, length), np.int32), np.zeros(batch, np.int32)
-        self._reach.compile(tokens, counts, cache)
+        self._reach.compile(self.model.params, tokens, counts, cache)
 
     def __call__(self, tokens: np.ndarray, state: State) -> tuple[Bool[np.ndarray, "M E"], State]:
         """What feeding tokens [B, T] to a state would reach, and the state as it was (the one given is consumed)."""
         tokens, lengths = np.asarray(tokens, np.int32), state.lengths
         counts = np.full(len(tokens), tokens.shape[1], np.int32)
-        hit, cache = self._reach(tokens, counts, state.take())
+        hit, cache = self._reach(self.model.params, tokens, counts, state.take())
         return np.asarray(hit), State(cache, self.model.config, self.model.layout, self.model.mesh, lengths)
 
 

@@ -152,7 +152,6 @@ def measure(
             row = loop.time(machine, context, phases=True)
             yield scaled(layout, batch, context, fits[batch, context], found, row)
         loop.state = None  # its room is needed
-    model.params = None  # and that of the weights: a model refers to itself, and would wait for the garbage collector
 
 
 def scaled(

@@ -66,14 +66,14 @@ class Decoding:
     def compile(self) -> None:
         """Ahead of time; nothing runs."""
         cache = self.model.cache_structs(self.batch, self.capacity)
-        self.model._burst.compile(cache, *self._rest(), want_logprobs=False)
+        self.model._burst.compile(self.model.params, cache, *self._rest(), want_logprobs=False)
         if self._counts_hits():
             self.routing.compile(self.batch, 1, cache)
 
     def text(self) -> str:
         """The compiled loop."""
         cache = self.model.cache_structs(self.batch, self.capacity)
-        return self.model._burst.compile(cache, *self._rest(), want_logprobs=False).as_text()
+        return self.model._burst.compile(self.model.params, cache, *self._rest(), want_logprobs=False).as_text()
 
     def time(self, machine: Machine, context: int, *, phases: bool = False) -> Row:
         """Steps of rows that hold `context` tokens when they begin."""
@@ -142,7 +142,7 @@ def time_prefill(model: Model, machine: Machine, batch: int, tokens: int, *, pha
     if not phases:
         return row
     shapes = jax.ShapeDtypeStruct(ids.shape, jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    text = model._extend.compile(*shapes, model.cache_structs(batch, tokens)).as_text()
+    text = model._extend.compile(model.params, *shapes, model.cache_structs(batch, tokens)).as_text()
     return with_phases(row, profiled(prefill, STEP), text, 1, costs, machine)
 
 

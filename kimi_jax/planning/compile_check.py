@@ -156,14 +156,13 @@ def answer() -> None:
 
 def compile_step(model: Model, batch: int, capacity: int, length: int = 1) -> Any:
     """The executable which feeds `length` tokens a row to a model that may have no weights; nothing is run."""
-    if model.params is None:
-        model.params = jax.tree.map(
-            lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
-            model.abstract(),
-            model.shardings(),
-        )
+    params = jax.tree.map(
+        lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
+        model.abstract(),
+        model.shardings(),
+    )
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
-    return model._extend.compile(tokens, counts, model.cache_structs(batch, capacity))
+    return model._extend.compile(params, tokens, counts, model.cache_structs(batch, capacity))
 
 
 def _unread(plan: Plan) -> int:

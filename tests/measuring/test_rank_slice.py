@@ -1,7 +1,6 @@
 """One rank alone: its bytes and its work are those of one rank among the others."""
 
 import jax
-import numpy as np
 import pytest
 
 from kimi_jax.config import Config
@@ -9,6 +8,7 @@ from kimi_jax.measuring import rank_slice
 from kimi_jax.measuring.machine import Machine, Timing
 from kimi_jax.measuring.rank_slice import RankModel, estimate, leading
 from kimi_jax.measuring.timing import Decoding, Row
+from kimi_jax.planning.compile_check import compile_step
 from kimi_jax.planning.plan import plan
 from kimi_jax.runtime import Model
 from kimi_jax.steps import BURST
@@ -55,13 +55,7 @@ def test_a_rank_alone_does_the_work_of_a_rank_among_others():
     config = layouts.SMALL_K3
     executables = []
     for model in (RankModel(config, LAYOUT, "float32"), Model(config, LAYOUT, "float32")):
-        model.params = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            model.abstract(),
-            model.shardings(),
-        )
-        tokens, counts = np.zeros((4, 1), np.int32), np.ones(4, np.int32)
-        executables.append(model._extend.compile(tokens, counts, model.cache_structs(4, 64)))
+        executables.append(compile_step(model, 4, 64))
     alone, among = executables
     assert alone.memory_analysis().argument_size_in_bytes == among.memory_analysis().argument_size_in_bytes
     flops = [executable.cost_analysis()["flops"] for executable in executables]
