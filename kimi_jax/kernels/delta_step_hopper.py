@@ -18,16 +18,20 @@ from kimi_jax.kernels.gates import log_decay
 
 WIDTH = 128  # of a head: a value a thread
 PART = 32  # rows of the state that are copied, read and written together
-# Thread n holds element n of every vector, so that a thread reads and writes a column of the state that is its own.
+# Thread n holds element n of every vector, and column n of the state: it reads and writes what is its own.
 LANES = plgpu.Layout.TILED(plgpu.Tiling(((WIDTH,), (32,), (1,))), (-3,), (-2,), -1)
+COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((1, WIDTH), (32,), (1,))), (-3,), (-2,), -1)
 
 
 class Memory(NamedTuple):
-    """A program's shared memory, and a barrier for each part of the state that says that it has come."""
+    """A program's shared memory, a barrier for each part of the state that says that it has come, and one for all
+    threads.
+    """
 
     state: Any  # [K, K]
     keys: Any  # [4, K]: what row k of the state is multiplied by, see `_prepare`
     full: Any
+    met: Any
 
 
 class Small(NamedTuple):
@@ -89,6 +93,7 @@ def mix_heads_step_hopper(
                 plgpu.SMEM((K, K), jnp.float32),
                 plgpu.SMEM((4, K), jnp.float32),
                 plgpu.Barrier(num_barriers=K // PART),
+                plgpu.Barrier(),
             )
         ],
         # No barriers between loads and stores: all that the threads share is `keys`, committed once.
@@ -105,8 +110,6 @@ def _mix_head(
 ):  # fmt: skip
     h, row = lax.axis_index("head"), lax.axis_index("row")
     K, taps = mem.state.shape[0], conv_weight_ref.shape[-1]
-    for n, part in enumerate(_parts(K)):
-        plgpu.copy_gmem_to_smem(state_ref.at[row, h, part], mem.state.at[part], mem.full.at[n])
     small = Small(
         inputs=[
             [*(_vector(conv_ref.at[row, j, h, i]) for j in range(taps - 1)), _vector(qkv_ref.at[row, 0, h, i])]
@@ -121,15 +124,19 @@ def _mix_head(
         a_log=a_log_ref[h],
         count=counts_ref[row],
     )
-    plgpu.commit_smem()  # a barrier: without it the compiler would wait for one load before it starts the next
+    # Behind the small loads: what is asked for after the state comes after it.
+    for n in range(K // PART):
+        plgpu.copy_gmem_to_smem(state_ref.at[row, h, _part(n)], mem.state.at[_part(n)], mem.full.at[n])
+    plgpu.barrier_arrive(mem.met)  # without it the compiler would wait for one load before it starts the next
+    plgpu.barrier_wait(mem.met)
     v, beta, overlap = _prepare(small, mem.keys, lower_bound)
+    read, queried = _read(mem)
 
     @pl.when(small.count > 0)
     def _live():
         for i, inputs in enumerate(small.inputs):
             for j, (old, new) in enumerate(pairwise(inputs)):
                 conv_ref[row, j, h, i, :] = new.astype(old.dtype)
-        read, queried = _read(mem)
         update = beta * (v - read)
         _write(mem, update, state_ref.at[row, h])
         out = (queried + overlap * update).astype(out_ref.dtype).astype(jnp.float32)
@@ -139,8 +146,6 @@ def _mix_head(
 
     @pl.when(small.count <= 0)
     def _resting():
-        for n in range(K // PART):
-            plgpu.barrier_wait(mem.full.at[n])  # no program may end before its copies have
         out_ref[row, 0, h, :] = jnp.zeros((K,), out_ref.dtype)
 
 
@@ -166,49 +171,49 @@ def _prepare(small: Small, keys, lower_bound):
     z = small.f.astype(jnp.float32) + small.dt_bias
     decay = jnp.exp(log_decay(z, jnp.exp(small.a_log), lower_bound))
     beta = _sigmoid(small.b.astype(jnp.float32))
-    q = q * (lax.rsqrt(jnp.sum(q * q) + 1e-6) * WIDTH**-0.5)
-    k = k * lax.rsqrt(jnp.sum(k * k) + 1e-6)
-    overlap = jnp.sum(q * k)
+    qq, kk, qk = jnp.sum(q * q), jnp.sum(k * k), jnp.sum(q * k)
+    of_q, of_k = lax.rsqrt(qq + 1e-6) * WIDTH**-0.5, lax.rsqrt(kk + 1e-6)
+    q, k, overlap = q * of_q, k * of_k, qk * of_q * of_k
     for n, x in enumerate((k * decay, q * decay, k, decay)):
         keys[n, :] = x
     plgpu.commit_smem()
     return v, beta, overlap
 
 
-def _parts(rows):
-    return [pl.ds(start, PART) for start in range(0, rows, PART)]
+def _part(n):
+    return pl.ds(n * PART, PART)
 
 
-def _rows(mem: Memory, n, first, second):
-    """(index, row of the state, its elements of two of the `keys`), those of part n, all loaded before any is used."""
-    at = [n * PART + i for i in range(PART)]
-    rows = [_vector(mem.state.at[i]) for i in at]
-    return zip(at, rows, [mem.keys[first, i] for i in at], [mem.keys[second, i] for i in at], strict=True)
+def _rows(mem: Memory, n):
+    """Part n of the state."""
+    return plgpu.load(mem.state.at[_part(n)], layout=COLUMNS, optimized=False)  # pyright: ignore[reportCallIssue]: as above
+
+
+def _key(mem: Memory, which, n):
+    """What part n of the state is multiplied by: an element of one of the `keys` for a row."""
+    ref = mem.keys.at[which, _part(n)]
+    key = plgpu.load(ref, layout=COLUMNS.reduce(1), optimized=False)  # pyright: ignore[reportCallIssue]: as above
+    return lax.broadcast_in_dim(key, (PART, WIDTH), (0,))
 
 
 def _read(mem: Memory):
-    """S^T (e^g k) and S^T (e^g q), each as two sums for the sake of the latency; part by part as they come."""
+    """S^T (e^g k) and S^T (e^g q), part by part as they come."""
 
     def fold(n, sums):
         plgpu.barrier_wait(mem.full.at[n])
-        sums = list(sums)
-        for i, (_, row, k, q) in enumerate(_rows(mem, n, 0, 1)):
-            sums[i % 2] += k * row
-            sums[2 + i % 2] += q * row
-        return tuple(sums)
+        rows = _rows(mem, n)
+        return [total + jnp.sum(_key(mem, which, n) * rows, axis=0) for which, total in enumerate(sums)]
 
     zero = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LANES)
-    sums = lax.fori_loop(0, WIDTH // PART, fold, (zero,) * 4)
-    return sums[0] + sums[1], sums[2] + sums[3]
+    return lax.fori_loop(0, WIDTH // PART, fold, [zero, zero])
 
 
 def _write(mem: Memory, update, state_ref):
     """S <- Diag(e^g) S + k u^T; each part is on its way back while the next is computed."""
+    update = lax.broadcast_in_dim(update, (PART, WIDTH), (1,))
 
     @pl.loop(0, WIDTH // PART)
     def _some(n):
-        for at, row, k, decay in _rows(mem, n, 2, 3):
-            mem.state[at, :] = decay * row + k * update
+        mem.state[_part(n), :] = _key(mem, 3, n) * _rows(mem, n) + _key(mem, 2, n) * update
         plgpu.commit_smem()
-        part = pl.ds(n * PART, PART)
-        plgpu.copy_smem_to_gmem(mem.state.at[part], state_ref.at[part])
+        plgpu.copy_smem_to_gmem(mem.state.at[_part(n)], state_ref.at[_part(n)])
