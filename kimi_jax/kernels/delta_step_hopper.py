@@ -18,15 +18,14 @@ from kimi_jax.kernels.gates import log_decay
 
 WIDTH = 128  # of a head: a value a thread
 PART = 32  # rows of the state that are copied, read and written together
+LAST = WIDTH // PART - 1
 # Thread n holds element n of every vector, and column n of the state: it reads and writes what is its own.
 LANES = plgpu.Layout.TILED(plgpu.Tiling(((WIDTH,), (32,), (1,))), (-3,), (-2,), -1)
 COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((1, WIDTH), (32,), (1,))), (-3,), (-2,), -1)
 
 
 class Memory(NamedTuple):
-    """A program's shared memory, a barrier for each part of the state that says that it has come, and one for all
-    threads.
-    """
+    """A program's shared memory; barriers that say that a part of the state has come; a barrier for all threads."""
 
     state: Any  # [K, K]
     keys: Any  # [4, K]: what row k of the state is multiplied by, see `_prepare`
@@ -129,16 +128,15 @@ def _mix_head(
         plgpu.copy_gmem_to_smem(state_ref.at[row, h, _part(n)], mem.state.at[_part(n)], mem.full.at[n])
     plgpu.barrier_arrive(mem.met)  # without it the compiler would wait for one load before it starts the next
     plgpu.barrier_wait(mem.met)
-    v, beta, overlap = _prepare(small, mem.keys, lower_bound)
-    read, queried = _read(mem)
+    scaled_v, overlap = _prepare(small, mem.keys, lower_bound)
+    update, queried, last = _read(mem, scaled_v)
 
     @pl.when(small.count > 0)
     def _live():
+        _write(mem, update, last, state_ref.at[row, h])
         for i, inputs in enumerate(small.inputs):
             for j, (old, new) in enumerate(pairwise(inputs)):
                 conv_ref[row, j, h, i, :] = new.astype(old.dtype)
-        update = beta * (v - read)
-        _write(mem, update, state_ref.at[row, h])
         out = (queried + overlap * update).astype(out_ref.dtype).astype(jnp.float32)
         weighed = out * lax.rsqrt(jnp.sum(out * out) / K + eps) * small.o_norm.astype(jnp.float32)
         out_ref[row, 0, h, :] = (weighed * _sigmoid(small.gate.astype(jnp.float32))).astype(out_ref.dtype)
@@ -158,7 +156,10 @@ def _sigmoid(x):
 
 
 def _prepare(small: Small, keys, lower_bound):
-    """v, beta and q . k of a head; k e^g, q e^g, k and e^g go into `keys`, q and k normalised and q scaled."""
+    """beta v and q . k of a head; -beta k e^g, q e^g, k and e^g go into `keys`, q and k normalised and q scaled.
+
+    So nothing is left to do between the last of the state and the update: v and beta alone would be computed there.
+    """
 
     def convolved(inputs, taps):
         dtype = inputs[-1].dtype
@@ -174,10 +175,10 @@ def _prepare(small: Small, keys, lower_bound):
     qq, kk, qk = jnp.sum(q * q), jnp.sum(k * k), jnp.sum(q * k)
     of_q, of_k = lax.rsqrt(qq + 1e-6) * WIDTH**-0.5, lax.rsqrt(kk + 1e-6)
     q, k, overlap = q * of_q, k * of_k, qk * of_q * of_k
-    for n, x in enumerate((k * decay, q * decay, k, decay)):
+    for n, x in enumerate((k * decay * -beta, q * decay, k, decay)):
         keys[n, :] = x
     plgpu.commit_smem()
-    return v, beta, overlap
+    return beta * v, overlap
 
 
 def _part(n):
@@ -196,24 +197,31 @@ def _key(mem: Memory, which, n):
     return lax.broadcast_in_dim(key, (PART, WIDTH), (0,))
 
 
-def _read(mem: Memory):
-    """S^T (e^g k) and S^T (e^g q), part by part as they come."""
+def _read(mem: Memory, scaled_v):
+    """u = beta (v - S^T (e^g k)) and S^T (e^g q), part by part as they come; the last part, which stays in registers.
 
-    def fold(n, sums):
+    Of a row without a token too: no program may end before its copies have.
+    """
+
+    def add(n, sums):
         plgpu.barrier_wait(mem.full.at[n])
         rows = _rows(mem, n)
-        return [total + jnp.sum(_key(mem, which, n) * rows, axis=0) for which, total in enumerate(sums)]
+        return [total + jnp.sum(_key(mem, which, n) * rows, axis=0) for which, total in enumerate(sums)], rows
 
     zero = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LANES)
-    return lax.fori_loop(0, WIDTH // PART, fold, [zero, zero])
+    sums = lax.fori_loop(0, LAST, lambda n, sums: add(n, sums)[0], [scaled_v, zero])
+    (update, queried), last = add(LAST, sums)
+    return update, queried, last
 
 
-def _write(mem: Memory, update, state_ref):
-    """S <- Diag(e^g) S + k u^T; each part is on its way back while the next is computed."""
+def _write(mem: Memory, update, last, state_ref):
+    """S <- Diag(e^g) S + k u^T, the last part first; each is on its way back while the next is computed."""
     update = lax.broadcast_in_dim(update, (PART, WIDTH), (1,))
 
-    @pl.loop(0, WIDTH // PART)
-    def _some(n):
-        mem.state[_part(n), :] = _key(mem, 3, n) * _rows(mem, n) + _key(mem, 2, n) * update
+    def put(n, rows):
+        mem.state[_part(n), :] = _key(mem, 3, n) * rows + _key(mem, 2, n) * update
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(mem.state.at[_part(n)], state_ref.at[_part(n)])
+
+    put(LAST, last)
+    pl.loop(0, LAST)(lambda n: put(n, _rows(mem, n)))
