@@ -116,15 +116,18 @@ def merge_stretches(
     outs: Float[Array, "B X H R"],
     lses: Float32[Array, "B X H"],
     *,
-    columns: int = 128,
-    step: int = 128,
+    values: int = 16384,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B 1 H R"], Float32[Array, "B 1 H"]]:
-    """out = sum_x e^(lse_x - lse) out_x,  lse = ln sum_x e^lse_x, over the X stretches of a row's cache."""
-    B, _, H, R = outs.shape
-    columns = min(R, columns)
+    """out = sum_x e^(lse_x - lse) out_x,  lse = ln sum_x e^lse_x, over the X stretches of a row's cache.
+
+    A program takes about `values` of outs: all the stretches of some columns.
+    """
+    B, X, H, R = outs.shape
+    width = pl.next_power_of_2(X)
+    columns = min(R, 128, max(16, values // width))
     return pl.pallas_call(
-        functools.partial(_merge, columns=columns, step=step),
+        functools.partial(_merge, width=width, columns=columns),
         out_shape=(
             jax.ShapeDtypeStruct((B, 1, H, R), jnp.float32),
             jax.ShapeDtypeStruct((B, 1, H), jnp.float32),
@@ -136,26 +139,19 @@ def merge_stretches(
     )(outs, lses)
 
 
-def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, columns, step):
+def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, width, columns):
     part, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    X = outs_ref.shape[1]
-    width = pl.next_power_of_2(X)
     at = jnp.arange(width, dtype=jnp.int32)
-    lses = plgpu.load(lses_ref.at[b, pl.ds(b * 0, width), h], mask=at < X, other=-jnp.inf)
+    here = at < outs_ref.shape[1]
+    every, some = pl.ds(b * 0, width), pl.ds(part * columns, columns)
+    lses = plgpu.load(lses_ref.at[b, every, h], mask=here, other=-jnp.inf)
     top = jnp.max(lses)
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)
-    total = jnp.sum(jnp.exp(lses - safe_top))
-    some = pl.ds(part * columns, columns)
-
-    def fold(i, weighted):
-        at = i * step + jnp.arange(step, dtype=jnp.int32)
-        lse = plgpu.load(lses_ref.at[b, pl.ds(i * step, step), h], mask=at < X, other=-jnp.inf)
-        out = plgpu.load(outs_ref.at[b, pl.ds(i * step, step), h, some], mask=(at < X)[:, None], other=0.0)
-        return weighted + jnp.sum(jnp.exp(lse - safe_top)[:, None] * out.astype(jnp.float32), axis=0)
-
-    weighted = lax.fori_loop(0, pl.cdiv(X, step), fold, jnp.zeros((columns,), jnp.float32))
+    weights = jnp.exp(lses - safe_top)
+    total = jnp.sum(weights)
     safe = jnp.where(total > 0, total, 1.0)
-    out_ref[b, 0, h, some] = weighted / safe
+    outs = plgpu.load(outs_ref.at[b, every, h, some], mask=here[:, None], other=0.0)
+    out_ref[b, 0, h, some] = jnp.sum(weights[:, None] * outs.astype(jnp.float32), axis=0) / safe
     lse_ref[b, 0, h] = jnp.where(total > 0, safe_top + jnp.log(safe), -jnp.inf)
 
 

@@ -52,15 +52,18 @@ def attend_absorbed_hopper(
     """score_s = scale (q_h . row_s)    out = sum_s softmax(score)_s row_s[:latent]    lse = ln sum_s exp(score_s)
 
     over the slots s < lengths[b]; what later slots hold does not matter. lengths[b] = 0 gives out = 0 and lse = -inf.
-    A program folds one stretch of the cache for up to 64 heads, in tiles of 64 slots. One warpgroup copies the tiles,
-    their latents in two chunks, one for each half of the output, into a ring of `ring` chunks. One forms scores and
-    weights; the heads are its rows, so that the first `kept` parts of the queries (positions, one half of the latents,
-    the other) stay in its registers and a head's softmax needs four threads only. Two hold half of the output's latents
-    each, with the latents as rows, so that the heads are padded to 8 and no further. More heads than 64 are a cluster
-    of programs which read the same copies. Scores and sums take turns at the tensor cores: a tile is summed while the
-    next is weighed. The stretches' outputs are rounded to bfloat16, then merged in float32.
+    A program folds every `splits`-th tile of 64 slots for up to 64 heads, so that all of them read one part of the
+    cache at a time. One warpgroup copies the tiles, their latents in two chunks, one for each half of the output, into
+    a ring of `ring` chunks. One forms scores and weights; the heads are its rows, so that the first `kept` parts of the
+    queries (positions, one half of the latents, the other) stay in its registers; the maximum that a head's weights are
+    relative to seldom moves (`mla_decode_warps.weigh`). Two hold half of the output's latents each, with the latents as
+    rows, so that the heads are padded to 8 and no further. More heads than 64 are a cluster of programs which read the
+    same copies. Scores and sums take turns at the tensor cores: a tile is summed while the next is weighed, the last
+    part of one half when the next weights are stored, which reads of shared memory hold up. The programs' outputs are
+    rounded to bfloat16, then merged in float32.
 
-    interpret: `plgpu.InterpretGPUParams()` runs on a CPU, with kept=0: it cannot multiply what is in registers.
+    interpret: `plgpu.InterpretGPUParams()` runs on a CPU, with kept=0: it cannot multiply what is in registers; nor has
+    it what `mla_decode_warps` is written in, nor run_state, so that a test puts plain forms in their places.
 
     Floor: 2 Z bytes a slot, or 2 H (Z + latent) operations. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2; the
     split as in flash-decoding (Dao et al. 2023), the roles as in FlashAttention-3 (arXiv 2407.08608).
@@ -136,35 +139,29 @@ def _memory(rest, parts, ring, blocks) -> Memory:
 
 def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, mem: Memory, *, scale, splits, N, kept):
     split, b, role = lax.axis_index("split"), lax.axis_index("row"), lax.axis_index("role")
-    length = lengths_ref[b]
-    tiles = (length + TILE - 1) // TILE
-    share = (tiles + splits - 1) // splits
-    first = jnp.minimum(split * share, tiles)
-    last = jnp.minimum(first + share, tiles)
-    whole = jnp.clip(length // TILE, first, last)  # a stretch may begin behind the last tile
     heads = pl.ds(lax.axis_index("block") * N, N)
-    at = Stretch(b, split, heads, length, first, whole, last, mem.ring.shape[0], kept)
+    at = Stretch(b, split, splits, heads, mem.ring.shape[0], kept)
     held, scoring = _registers(N)
 
     @pl.when(role == COPIES)
     def _copies():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        copy_tiles(q_ref, rows_ref, mem, at)
+        copy_tiles(q_ref, rows_ref, lengths_ref, mem, at)
 
     @pl.when(role == SCORES)
     def _scores():
         _set_registers(scoring)
-        form_weights(mem, at, scale)
+        form_weights(lengths_ref, mem, at, scale)
 
     @pl.when(role == FIRST_HALF)
     def _first_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, 0, lse_ref)
+        sum_weighted(out_ref, lengths_ref, mem, at, 0, lse_ref)
 
     @pl.when(role == SECOND_HALF)
     def _second_half():
         _set_registers(held)
-        sum_weighted(out_ref, mem, at, 1)
+        sum_weighted(out_ref, lengths_ref, mem, at, 1)
 
 
 def _set_registers(n):
