@@ -40,26 +40,27 @@ def experts_few_packed(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     rows: tuple[int, int] | None = None,
-    stages: int = 3,
+    stages: tuple[int, int] | None = None,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
     """`experts_few` on MXFP4 weights, exact for scales 2 to 252; inputs and hidden values below 2^63.
 
-    rows: held at a time by the first product, then by the second. Floor: 3 F D (1/2 + 1/32) bytes for each expert that
-    a token chose.
+    rows: held at a time by the first product, then by the second; stages: of their loads. Floor: 3 F D (1/2 + 1/32)
+    bytes for each expert that a token chose.
     """
     (N, k), (E, _, F, half) = chosen.shape, gate_up_packed.shape
-    rows = rows or (64, 64 if N <= 8 else 128)  # measured on an H200, as are stages and warps
+    # Measured on an H200, as are the warps. Two stages leave the L1 cache room for the scales.
+    rows, stages = rows or (64, 64 if N <= 8 else 128), stages or (2 if 8 < N <= 32 else 3, 3)
     pairs, first = chosen.reshape(-1), jnp.asarray(first, jnp.int32).reshape(1)
     common = dict(top_k=k, interpret=interpret)
-    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    params = [plgpu.CompilerParams(num_warps=warps, num_stages=n) for n in stages]
     # All programs of one stretch of rows after another: those of one expert then find its weights in the L2 cache.
     hidden = pl.pallas_call(
         functools.partial(_gate_up, activation=activation, rows=rows[0], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, F), x.dtype),
         grid=(N * k, F // rows[0]),
-        compiler_params=params,
+        compiler_params=params[0],
         interpret=interpret,
         name="experts_few_packed_gate_up",
     )(_lifted(fp4.split(x, fp4.IN_HALF)), pairs, first, fp4.halves(gate_up_packed), fp4.words(gate_up_scale))
@@ -67,7 +68,7 @@ def experts_few_packed(
         functools.partial(_down, rows=rows[1], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, 2 * half), x.dtype),
         grid=(N * k, 2 * half // rows[1]),
-        compiler_params=params,
+        compiler_params=params[1],
         interpret=interpret,
         name="experts_few_packed_down",
     )(hidden, pairs, first, fp4.halves(down_packed), fp4.words(down_scale))
@@ -148,10 +149,13 @@ def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
 
     def load_scales(i):
         here = pl.ds(jnp.minimum(i, rounds - 1) * PIECES, PIECES)
-        return tuple(plgpu.load(scale_ref.at[(*index, some, here)]) for index in experts_rows)
+        # A sector of them lasts several rounds.
+        return tuple(
+            plgpu.load(scale_ref.at[(*index, some, here)], eviction_policy="evict_last") for index in experts_rows
+        )
 
     def fold(i, carry):
-        totals, scales = list(carry[0]), [_powers(words) for words in carry[1]]
+        totals, scales = list(carry[0]), [_powers(words, interpret) for words in carry[1]]
         coming = load_scales(i + 1)  # what a product takes, Triton loads ahead by itself
         for piece in range(PIECES):
             at = (i * PIECES + piece) * ELEMENTS
@@ -162,7 +166,7 @@ def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
                     lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
                     for w, x in zip(fp4.numbers(halves, interpret), xs, strict=True)
                 )
-                totals[n] += (part * lowered) * scales[n][piece]  # in this order nothing overflows
+                totals[n] = _add_product(totals[n], part * lowered, scales[n][piece], interpret)  # so nothing overflows
         return tuple(totals), coming
 
     zero = jnp.zeros((rows, COLUMNS), jnp.float32)
@@ -171,15 +175,26 @@ def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
     return [jnp.sum(total.reshape(rows, TOKENS, GROUPS), axis=2) for total in totals]
 
 
-def _powers(words):
+def _powers(words, interpret):
     """For each piece what its part is multiplied by, float32 [rows, COLUMNS]. words [rows, PIECES] of GROUPS scales."""
     shape = (words.shape[0], COLUMNS)
-    byte = jnp.broadcast_to(8 * (jnp.arange(COLUMNS, dtype=jnp.int32) % GROUPS)[None, :], shape)
-    scales = [
-        lax.shift_right_logical(jnp.broadcast_to(word, shape), byte) & 255
-        for word in lax.split(words, (1,) * PIECES, axis=1)
-    ]
-    return [lax.bitcast_convert_type(scale << 23, jnp.float32) for scale in scales]
+    bit = jnp.broadcast_to(8 * (jnp.arange(COLUMNS, dtype=jnp.int32) % GROUPS)[None, :], shape)
+    pieces = [jnp.broadcast_to(word, shape) for word in lax.split(words, (1,) * PIECES, axis=1)]
+    if interpret:
+        scales = [(lax.shift_right_logical(word, bit) & 255) << 23 for word in pieces]
+        return [lax.bitcast_convert_type(scale, jnp.float32) for scale in scales]
+    rotate = "shf.l.wrap.b32 $0, $1, $1, $2; and.b32 $0, $0, 0x7F800000;"  # a byte to where a float32 has its exponent
+    return [_asm(rotate, "=r,r,r", word, (23 - bit) & 31) for word in pieces]
+
+
+def _add_product(c, a, b, interpret):
+    """c + a b in one instruction, of which Triton makes two."""
+    return c + a * b if interpret else _asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c)
+
+
+def _asm(text, registers, *args):
+    results = [jax.ShapeDtypeStruct(args[0].shape, jnp.float32)]
+    return plgpu.elementwise_inline_asm(text, args=args, constraints=registers, pack=1, result_shape_dtypes=results)[0]
 
 
 def _lifted(x):
