@@ -1,10 +1,10 @@
 """The routed experts on MXFP4 weights for few tokens: bound by the bytes of the experts that were hit.
 
 The sibling of `ops.experts.experts_packed` for up to 64 tokens. What stands between it and that bound is the work of
-widening codes, so little is done for each: a code becomes a bfloat16 number in three instructions for two, and what 32
-of them share, their scale, is multiplied into their part of the product. Parts are told apart by columns: tensor cores
-multiply by at least eight, an expert hit has one or two tokens, so a column is one token's inputs of one group of 32,
-with zeros in the places of the other groups.
+widening codes, so little is done for each: two codes become numbers in three instructions, and what 32 of them share,
+their scale, is multiplied into their part of the product. Parts are told apart by columns: tensor cores multiply by at
+least eight, an expert hit has one or two tokens, so a column is one token's inputs of one group of 32, with zeros in
+the places of the other groups.
 """
 
 import functools
@@ -24,7 +24,7 @@ TOKENS, GROUPS = 2, 4  # of a program, at a time: the eight columns
 COLUMNS = TOKENS * GROUPS
 ELEMENTS = GROUPS * fp4.GROUP // fp4.IN_HALF
 PIECES = 2  # of ELEMENTS of a row that are fetched together: 128 bytes, half of which would cost the memory the same
-# The numbers that `fp4.numbers` makes are so small that their products would not be normal float32.
+# The bfloat16 numbers that `fp4.numbers` makes are so small that their products would not be normal float32.
 LIFT = 2.0**64
 
 
@@ -40,47 +40,73 @@ def experts_few_packed(
     activation: Activation,
     first: int | Int[Array, ""] = 0,
     rows: tuple[int, int] | None = None,
-    stages: int = 3,
+    stages: tuple[int, int] | None = None,
     warps: int = 4,
     interpret: bool = False,
 ) -> Float32[Array, "N D"]:
     """`experts_few` on MXFP4 weights, exact for scales 2 to 252; inputs and hidden values below 2^63.
 
-    rows: held at a time by the first product, then by the second. Floor: 3 F D (1/2 + 1/32) bytes for each expert that
-    a token chose.
+    For more than 32 tokens inputs are rounded to 2^-25 of the token's largest.
+    rows: held at a time by the first product, then by the second; stages: of their loads. Floor: 3 F D (1/2 + 1/32)
+    bytes for each expert that a token chose.
     """
     (N, k), (E, _, F, half) = chosen.shape, gate_up_packed.shape
-    rows = rows or (64, 64 if N <= 8 else 128)  # measured on an H200, as are stages and warps
+    # Measured on an H200, as are the warps. Two stages leave the L1 cache room for the scales.
+    rows, stages = rows or (64, 64 if N <= 8 else 128), stages or (2 if 8 < N <= 32 else 3, 3)
     pairs, first = chosen.reshape(-1), jnp.asarray(first, jnp.int32).reshape(1)
     common = dict(top_k=k, interpret=interpret)
-    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    params = [plgpu.CompilerParams(num_warps=warps, num_stages=n) for n in stages]
     # All programs of one stretch of rows after another: those of one expert then find its weights in the L2 cache.
     hidden = pl.pallas_call(
         functools.partial(_gate_up, activation=activation, rows=rows[0], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, F), x.dtype),
         grid=(N * k, F // rows[0]),
-        compiler_params=params,
+        compiler_params=params[0],
         interpret=interpret,
         name="experts_few_packed_gate_up",
-    )(_lifted(fp4.split(x, fp4.IN_HALF)), pairs, first, fp4.halves(gate_up_packed), fp4.words(gate_up_scale))
+    )(*_inputs(x), pairs, first, fp4.halves(gate_up_packed), fp4.words(gate_up_scale))
     outputs = pl.pallas_call(
         functools.partial(_down, rows=rows[1], **common),
         out_shape=jax.ShapeDtypeStruct((N, k, 2 * half), x.dtype),
         grid=(N * k, 2 * half // rows[1]),
-        compiler_params=params,
+        compiler_params=params[1],
         interpret=interpret,
         name="experts_few_packed_down",
     )(hidden, pairs, first, fp4.halves(down_packed), fp4.words(down_scale))
     return weighted_sum(outputs, chosen, weights, first[0], E)
 
 
-def _gate_up(x_ref, pairs_ref, first_ref, codes_ref, scale_ref, hidden_ref, *, activation, rows, top_k, interpret):
+def _inputs(x):
+    """x for the first product; for many tokens float16, each token divided by the power of two below its largest.
+
+    Its largest [N] then comes with it, as that power is to be multiplied into the product. float16 spares work for
+    each expert, and costs finding the largest: measured on an H200.
+    """
+    x = fp4.split(x, fp4.IN_HALF)
+    if x.shape[0] <= 32:
+        return (_lifted(x),)
+    largest = jnp.max(jnp.abs(x), axis=1)
+    return (x.astype(jnp.float32) / _power(largest)[:, None]).astype(jnp.float16), largest
+
+
+def _power(largest):
+    """The power of two below it."""
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(jnp.maximum(bits & 0x7F800000, 1 << 23), jnp.float32)
+
+
+def _gate_up(x_ref, *refs, activation, rows, top_k, interpret):
+    *largest_refs, pairs_ref, first_ref, codes_ref, scale_ref, hidden_ref = refs
     row = pl.program_id(1) * rows
     dtype, width = hidden_ref.dtype, hidden_ref.shape[-1]
 
     def run(e, token, which, live):
-        parts = (e, jnp.int32(0)), (e, jnp.int32(1))
-        gate, up = _products(codes_ref, scale_ref, parts, row, _by_group(x_ref, (token,), live), rows, interpret)
+        parts, load_x, factor = ((e, jnp.int32(0)), (e, jnp.int32(1))), _by_group(x_ref, (token,), live), 1 / LIFT
+        for largest_ref in largest_refs:
+            factor = _power(
+                plgpu.load(largest_ref.at[_columns(token)], mask=_columns(live.astype(jnp.int32)) > 0, other=1.0)
+            )
+        gate, up = _products(codes_ref, scale_ref, parts, row, load_x, factor, rows, interpret)
         hidden = _lifted(activation(gate.astype(dtype), up.astype(dtype)))
         at = fp4.places(row + jnp.arange(rows, dtype=jnp.int32), width, fp4.IN_HALF)
         store_columns(hidden_ref, hidden, at, token, which, live)
@@ -93,7 +119,7 @@ def _down(hidden_ref, pairs_ref, first_ref, codes_ref, scale_ref, out_ref, *, ro
 
     def run(e, token, which, live):
         load_hidden = _by_group(hidden_ref, (token, which), live)
-        (out,) = _products(codes_ref, scale_ref, ((e,),), row, load_hidden, rows, interpret)
+        (out,) = _products(codes_ref, scale_ref, ((e,),), row, load_hidden, 1 / LIFT, rows, interpret)
         at = row + jnp.arange(rows, dtype=jnp.int32)
         store_columns(out_ref, out.astype(out_ref.dtype), at, token, which, live)
 
@@ -127,11 +153,8 @@ def _by_group(ref, place, live):
     # lax.div: the compiler must see that eight neighbours share a group, to copy more than one number at a time.
     group = lax.div(element, jnp.full_like(element, ELEMENTS // GROUPS))
 
-    def of_columns(of_tokens):
-        return jnp.broadcast_to(of_tokens[:, None], (TOKENS, GROUPS)).reshape(1, COLUMNS)
-
-    mask = (group[:, None] == (column % GROUPS)[None, :]) & (of_columns(live.astype(jnp.int32)) > 0)
-    place = tuple(jnp.broadcast_to(of_columns(i), shape) for i in place)
+    mask = (group[:, None] == (column % GROUPS)[None, :]) & (_columns(live.astype(jnp.int32)) > 0)
+    place = tuple(jnp.broadcast_to(_columns(i), shape) for i in place)
     stretch = ref.shape[-1] // fp4.IN_HALF
 
     def load(code, at):
@@ -141,28 +164,36 @@ def _by_group(ref, place, live):
     return load
 
 
-def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
-    """sum_c weight[*index, row + r, c] x[n, c] for each index of `experts_rows`, float32 [rows, TOKENS]."""
+def _columns(of_tokens):
+    return jnp.broadcast_to(of_tokens[:, None], (TOKENS, GROUPS)).reshape(1, COLUMNS)
+
+
+def _products(codes_ref, scale_ref, experts_rows, row, load_x, factor, rows, interpret):
+    """factor sum_c weight[*index, row + r, c] x[n, c] for each index of `experts_rows`, float32 [rows, TOKENS]."""
     some, rounds = pl.ds(row, rows), codes_ref.shape[-1] // (PIECES * ELEMENTS)
-    lowered = jnp.float32(1 / (fp4.unit(interpret) * LIFT))
 
     def load_scales(i):
         here = pl.ds(jnp.minimum(i, rounds - 1) * PIECES, PIECES)
-        return tuple(plgpu.load(scale_ref.at[(*index, some, here)]) for index in experts_rows)
+        # A sector of them lasts several rounds.
+        return tuple(
+            plgpu.load(scale_ref.at[(*index, some, here)], eviction_policy="evict_last") for index in experts_rows
+        )
 
     def fold(i, carry):
-        totals, scales = list(carry[0]), [_powers(words) for words in carry[1]]
+        totals, scales = list(carry[0]), [_powers(words, interpret) for words in carry[1]]
         coming = load_scales(i + 1)  # what a product takes, Triton loads ahead by itself
         for piece in range(PIECES):
             at = (i * PIECES + piece) * ELEMENTS
             xs = [load_x(code, at) for code in range(fp4.IN_HALF)]
+            dtype = xs[0].dtype
+            lowered = factor * jnp.float32(1 / fp4.unit(dtype, interpret))
             for n, index in enumerate(experts_rows):
                 halves = plgpu.load(codes_ref.at[(*index, some, pl.ds(at, ELEMENTS))])
                 part = sum(
                     lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-                    for w, x in zip(fp4.numbers(halves, interpret), xs, strict=True)
+                    for w, x in zip(fp4.numbers(halves, dtype, interpret), xs, strict=True)
                 )
-                totals[n] += (part * lowered) * scales[n][piece]  # in this order nothing overflows
+                totals[n] = _add_product(totals[n], part * lowered, scales[n][piece], interpret)  # so nothing overflows
         return tuple(totals), coming
 
     zero = jnp.zeros((rows, COLUMNS), jnp.float32)
@@ -171,15 +202,26 @@ def _products(codes_ref, scale_ref, experts_rows, row, load_x, rows, interpret):
     return [jnp.sum(total.reshape(rows, TOKENS, GROUPS), axis=2) for total in totals]
 
 
-def _powers(words):
+def _powers(words, interpret):
     """For each piece what its part is multiplied by, float32 [rows, COLUMNS]. words [rows, PIECES] of GROUPS scales."""
     shape = (words.shape[0], COLUMNS)
-    byte = jnp.broadcast_to(8 * (jnp.arange(COLUMNS, dtype=jnp.int32) % GROUPS)[None, :], shape)
-    scales = [
-        lax.shift_right_logical(jnp.broadcast_to(word, shape), byte) & 255
-        for word in lax.split(words, (1,) * PIECES, axis=1)
-    ]
-    return [lax.bitcast_convert_type(scale << 23, jnp.float32) for scale in scales]
+    bit = jnp.broadcast_to(8 * (jnp.arange(COLUMNS, dtype=jnp.int32) % GROUPS)[None, :], shape)
+    pieces = [jnp.broadcast_to(word, shape) for word in lax.split(words, (1,) * PIECES, axis=1)]
+    if interpret:
+        scales = [(lax.shift_right_logical(word, bit) & 255) << 23 for word in pieces]
+        return [lax.bitcast_convert_type(scale, jnp.float32) for scale in scales]
+    rotate = "shf.l.wrap.b32 $0, $1, $1, $2; and.b32 $0, $0, 0x7F800000;"  # a byte to where a float32 has its exponent
+    return [_asm(rotate, "=r,r,r", word, (23 - bit) & 31) for word in pieces]
+
+
+def _add_product(c, a, b, interpret):
+    """c + a b in one instruction, of which Triton makes two."""
+    return c + a * b if interpret else _asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c)
+
+
+def _asm(text, registers, *args):
+    results = [jax.ShapeDtypeStruct(args[0].shape, jnp.float32)]
+    return plgpu.elementwise_inline_asm(text, args=args, constraints=registers, pack=1, result_shape_dtypes=results)[0]
 
 
 def _lifted(x):

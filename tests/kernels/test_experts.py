@@ -85,10 +85,10 @@ def _packed_case(tokens, F=F, D=D):
     return (x, chosen, weights, *gate_up, *down), wide
 
 
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 19, 33])
 def test_few_tokens_packed_kernel_equals_dense_on_dequantised_weights(tokens):
     case, wide = _packed_case(tokens, 4 * F, 4 * D)
-    assert (jnp.bincount(case[1].reshape(-1))[3:7].max() > 4) == (tokens == 19)  # more pairs than two programs take
+    assert (jnp.bincount(case[1].reshape(-1))[3:7].max() > 4) == (tokens > 1)  # more pairs than two programs take
     first = jnp.min(case[1]) if tokens == 1 else jnp.int32(3)
     got = _run(experts_few_packed, *case, first=first)
     assert _error(got, *case[:3], *wide, first) < 1e-2
@@ -118,10 +118,12 @@ def test_widened_words_are_the_dequantised_numbers_bit_for_bit(scale):
     _assert_split(parts, mxfp4.dequantise(packed, scales, jnp.bfloat16))
 
 
-def test_numbers_of_halves_are_the_dequantised_numbers_without_their_scale():
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_numbers_of_halves_are_the_dequantised_numbers_without_their_scale(dtype):
     packed = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
     one = jnp.full((2, 8), 127, jnp.uint8)
-    _assert_split(fp4.numbers(fp4.halves(packed), interpret=True), mxfp4.dequantise(packed, one, jnp.bfloat16))
+    parts = [x.astype(jnp.bfloat16) for x in fp4.numbers(fp4.halves(packed), dtype, interpret=True)]
+    _assert_split([x / fp4.unit(dtype, interpret=True) for x in parts], mxfp4.dequantise(packed, one, jnp.bfloat16))
 
 
 def _assert_split(parts, want):
