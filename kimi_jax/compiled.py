@@ -1,7 +1,7 @@
 """What is compiled, and how: a model's steps, and arrays that are born where they live. jit lives here alone.
 
-Steps are compiled once for each shape and kept with the model; the parameters are passed as a pure dict, the layout is
-closed over.
+Steps are compiled once for each shape and kept with the model; the parameters are passed as a pure dict with each
+call, the graph of modules is closed over.
 """
 
 import inspect
@@ -82,7 +82,12 @@ class Compiled:
         return self.compile(params, *args, **static)(params, *args)
 
     def compile(self, params: Any, *args: Any, **static: Any) -> Any:
-        """The executable for parameters and arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs."""
+        """The executable for parameters and arguments (arrays or ShapeDtypeStructs) of these shapes; nothing runs.
+
+        Raises ValueError if there are no parameters.
+        """
+        if params is None:
+            raise ValueError("the model has no parameters: kimi_jax.load or kimi_jax.random_model makes one that has")
         leaves, structure = jax.tree.flatten(args)
         key = (structure, tuple((np.shape(x), jnp.result_type(x)) for x in leaves), tuple(static.items()))
         if key not in self.executables:

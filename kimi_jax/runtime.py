@@ -186,11 +186,12 @@ class Model:
 
     def cache_structs(self, batch: int, capacity: int) -> Cache:
         """Shapes and placements of a state's arrays, with no array behind them."""
-        return jax.tree.map(
-            lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
-            cache_shapes(self.config, self.layout, batch, capacity, self.dtype),
-            cache_shardings(self.config, self.layout, self.mesh),
-        )
+        shapes = cache_shapes(self.config, self.layout, batch, capacity, self.dtype)
+        return _placed(shapes, cache_shardings(self.config, self.layout, self.mesh))
+
+    def param_structs(self) -> Any:
+        """Shapes and placements of the parameters, with no array behind them."""
+        return _placed(self.abstract(), self.shardings())
 
     def _per_parameter(self, f: Callable[[Parameter], Any]) -> Any:
         return jax.tree.map(f, self.declared, is_leaf=lambda x: isinstance(x, Parameter))
@@ -246,3 +247,7 @@ class Model:
                 f"lengths={counts.tolist()}: one number from 0 to {length} for each of {batch} rows is wanted"
             )
         return counts
+
+
+def _placed(shapes: Any, places: Any) -> Any:
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, places)

@@ -7,12 +7,15 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from kimi_jax.compiled import STEP
 from kimi_jax.layers.kda import KDA
 from kimi_jax.layers.mla import MLA
 from kimi_jax.layers.mlp import MLP
 from kimi_jax.layers.moe import MoE
+from kimi_jax.loading import random_model
+from kimi_jax.measuring.timing import Decoding
 from kimi_jax.planning.compile_check import compile_step
 from kimi_jax.runtime import Model
 from sharding_rules import SINGLE, helix
@@ -56,11 +59,21 @@ def test_a_step_is_called_as_the_profiler_is_told():
 
 
 def test_a_model_that_is_let_go_leaves_its_memory_at_once():
-    model = Model(SMALL, SINGLE, "float32")
-    gone = weakref.ref(model)
+    """After it ran and was compiled to be timed: nothing may wait for the garbage collector."""
+    model = random_model(SMALL, dtype="float32")
+    model.logits([[1, 2, 3]])
+    Decoding(model, BATCH, CAPACITY).compile()
+    gone = weakref.ref(jax.tree.leaves(model.params)[0])
+    enabled = gc.isenabled()
     gc.disable()
     try:
         del model
         assert gone() is None
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
+
+
+def test_a_model_without_parameters_says_so():
+    with pytest.raises(ValueError, match="the model has no parameters"):
+        Model(SMALL, SINGLE, "float32").logits([[1]])

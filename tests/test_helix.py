@@ -238,6 +238,13 @@ def test_merge_is_exact_and_its_mutants_are_not(sharpness):
     assert worst(np.asarray(dropped_sum)[0, 0, 0], wanted) > 100 * EXACT
 
 
+@pytest.mark.parametrize("where", ["out", "lse"])
+def test_a_nan_of_a_part_that_saw_something_reaches_the_merged_output(where):
+    parts = Partial(jnp.ones((2, 1, 1, 2, 4)), jnp.zeros((2, 1, 1, 2)))
+    broken = parts._replace(**{where: getattr(parts, where).at[1, 0, 0, 1].set(jnp.nan)})
+    np.testing.assert_array_equal(np.isnan(ops.merge(broken)).all(-1), [[[False, True]]])
+
+
 def test_an_empty_part_may_hold_nan_and_all_empty_gives_zero():
     scores, values = np.full((3, 4), -np.inf), np.ones((3, 4, 2))
     scores[1] = [0.1, 0.2, 0.3, 0.4]

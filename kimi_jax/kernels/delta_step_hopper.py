@@ -19,6 +19,7 @@ from kimi_jax.kernels.gates import log_decay
 WIDTH = 128  # of a head: a value a thread
 PART = 32  # rows of the state that are copied, read and written together
 LAST = WIDTH // PART - 1
+AGAINST, QUERY, KEY, DECAY = range(4)  # `Memory.keys`: read with -beta k e^g and q e^g, written with k and e^g
 # Thread n holds element n of every vector, and column n of the state: it reads and writes what is its own.
 LANES = plgpu.Layout.TILED(plgpu.Tiling(((WIDTH,), (32,), (1,))), (-3,), (-2,), -1)
 COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((1, WIDTH), (32,), (1,))), (-3,), (-2,), -1)
@@ -28,7 +29,7 @@ class Memory(NamedTuple):
     """A program's shared memory; barriers that say that a part of the state has come; a barrier for all threads."""
 
     state: Any  # [K, K]
-    keys: Any  # [4, K]: what row k of the state is multiplied by, see `_prepare`
+    keys: Any  # [4, K]: what row k of the state is multiplied by, by AGAINST, QUERY, KEY and DECAY
     full: Any
     met: Any
 
@@ -175,8 +176,8 @@ def _prepare(small: Small, keys, lower_bound):
     qq, kk, qk = jnp.sum(q * q), jnp.sum(k * k), jnp.sum(q * k)
     of_q, of_k = lax.rsqrt(qq + 1e-6) * WIDTH**-0.5, lax.rsqrt(kk + 1e-6)
     q, k, overlap = q * of_q, k * of_k, qk * of_q * of_k
-    for n, x in enumerate((k * decay * -beta, q * decay, k, decay)):
-        keys[n, :] = x
+    for which, x in ((AGAINST, k * decay * -beta), (QUERY, q * decay), (KEY, k), (DECAY, decay)):
+        keys[which, :] = x
     plgpu.commit_smem()
     return beta * v, overlap
 
@@ -206,7 +207,8 @@ def _read(mem: Memory, scaled_v):
     def add(n, sums):
         plgpu.barrier_wait(mem.full.at[n])
         rows = _rows(mem, n)
-        return [total + jnp.sum(_key(mem, which, n) * rows, axis=0) for which, total in enumerate(sums)], rows
+        more = [jnp.sum(_key(mem, which, n) * rows, axis=0) for which in (AGAINST, QUERY)]
+        return [total + x for total, x in zip(sums, more, strict=True)], rows
 
     zero = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), LANES)
     sums = lax.fori_loop(0, LAST, lambda n, sums: add(n, sums)[0], [scaled_v, zero])
@@ -219,7 +221,7 @@ def _write(mem: Memory, update, last, state_ref):
     update = lax.broadcast_in_dim(update, (PART, WIDTH), (1,))
 
     def put(n, rows):
-        mem.state[_part(n), :] = _key(mem, 3, n) * rows + _key(mem, 2, n) * update
+        mem.state[_part(n), :] = _key(mem, DECAY, n) * rows + _key(mem, KEY, n) * update
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(mem.state.at[_part(n)], state_ref.at[_part(n)])
 

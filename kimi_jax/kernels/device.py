@@ -16,7 +16,8 @@ def hopper_for_mosaic() -> bool:
     what `kernels` writes in Pallas's Mosaic GPU form.
 
     For MLA: JAX 0.10 cannot transpose what is swizzled, and 0.12 stores whole cache lines only, so not 48 heads'
-    statistics. KDA's step has run on a GPU with 0.11 alone.
+    statistics; `mla_decode_warps` knows in which order 0.11 keeps an array's registers. KDA's step has run on a GPU
+    with 0.11 alone.
     """
     hopper = getattr(jax.local_devices()[0], "compute_capability", None) == "9.0"
     return hopper and jax.__version_info__[:2] == (0, 11)

@@ -1,10 +1,10 @@
 """The routed experts on MXFP4 weights for few tokens: bound by the bytes of the experts that were hit.
 
 The sibling of `ops.experts.experts_packed` for up to 64 tokens. What stands between it and that bound is the work of
-widening codes, so little is done for each: two codes become numbers in three instructions, and what 32 of them share,
-their scale, is multiplied into their part of the product. Parts are told apart by columns: tensor cores multiply by at
-least eight, an expert hit has one or two tokens, so a column is one token's inputs of one group of 32, with zeros in
-the places of the other groups.
+widening codes, so little is done for each: two codes become numbers in about three instructions, and what 32 of them
+share, their scale, is multiplied into their part of the product. Parts are told apart by columns: tensor cores multiply
+by at least eight, an expert hit has one or two tokens, so a column is one token's inputs of one group of 32, with zeros
+in the places of the other groups.
 """
 
 import functools
@@ -23,6 +23,7 @@ from kimi_jax.kernels.experts_product import weighted_sum
 TOKENS, GROUPS = 2, 4  # of a program, at a time: the eight columns
 COLUMNS = TOKENS * GROUPS
 ELEMENTS = GROUPS * fp4.GROUP // fp4.IN_HALF
+BFLOAT16_TOKENS = 32  # more are multiplied as float16 in the first product: measured on an H200
 PIECES = 2  # of ELEMENTS of a row that are fetched together: 128 bytes, half of which would cost the memory the same
 # The bfloat16 numbers that `fp4.numbers` makes are so small that their products would not be normal float32.
 LIFT = 2.0**64
@@ -46,13 +47,14 @@ def experts_few_packed(
 ) -> Float32[Array, "N D"]:
     """`experts_few` on MXFP4 weights, exact for scales 2 to 252; inputs and hidden values below 2^63.
 
-    For more than 32 tokens inputs are rounded to 2^-25 of the token's largest.
+    For more than BFLOAT16_TOKENS inputs are rounded to 2^-25 of the token's largest.
+
     rows: held at a time by the first product, then by the second; stages: of their loads. Floor: 3 F D (1/2 + 1/32)
     bytes for each expert that a token chose.
     """
     (N, k), (E, _, F, half) = chosen.shape, gate_up_packed.shape
     # Measured on an H200, as are the warps. Two stages leave the L1 cache room for the scales.
-    rows, stages = rows or (64, 64 if N <= 8 else 128), stages or (2 if 8 < N <= 32 else 3, 3)
+    rows, stages = rows or (64, 64 if N <= 8 else 128), stages or (2 if 8 < N <= BFLOAT16_TOKENS else 3, 3)
     pairs, first = chosen.reshape(-1), jnp.asarray(first, jnp.int32).reshape(1)
     common = dict(top_k=k, interpret=interpret)
     params = [plgpu.CompilerParams(num_warps=warps, num_stages=n) for n in stages]
@@ -77,35 +79,32 @@ def experts_few_packed(
 
 
 def _inputs(x):
-    """x for the first product; for many tokens float16, each token divided by the power of two below its largest.
+    """x for the first product; for many tokens in float16, each divided by `_power` of its largest, and these [N].
 
-    Its largest [N] then comes with it, as that power is to be multiplied into the product. float16 spares work for
-    each expert, and costs finding the largest: measured on an H200.
+    float16 spares work for each expert, and costs finding the largest.
     """
     x = fp4.split(x, fp4.IN_HALF)
-    if x.shape[0] <= 32:
+    if x.shape[0] <= BFLOAT16_TOKENS:
         return (_lifted(x),)
     largest = jnp.max(jnp.abs(x), axis=1)
     return (x.astype(jnp.float32) / _power(largest)[:, None]).astype(jnp.float16), largest
 
 
 def _power(largest):
-    """The power of two below it."""
+    """The largest power of two not above it, at least 2^-126."""
     bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
     return lax.bitcast_convert_type(jnp.maximum(bits & 0x7F800000, 1 << 23), jnp.float32)
 
 
-def _gate_up(x_ref, *refs, activation, rows, top_k, interpret):
-    *largest_refs, pairs_ref, first_ref, codes_ref, scale_ref, hidden_ref = refs
+def _gate_up(*refs, activation, rows, top_k, interpret):
+    *inputs, pairs_ref, first_ref, codes_ref, scale_ref, hidden_ref = refs
+    x_ref, largest_ref = (*inputs, None)[:2]
     row = pl.program_id(1) * rows
     dtype, width = hidden_ref.dtype, hidden_ref.shape[-1]
 
     def run(e, token, which, live):
-        parts, load_x, factor = ((e, jnp.int32(0)), (e, jnp.int32(1))), _by_group(x_ref, (token,), live), 1 / LIFT
-        for largest_ref in largest_refs:
-            factor = _power(
-                plgpu.load(largest_ref.at[_columns(token)], mask=_columns(live.astype(jnp.int32)) > 0, other=1.0)
-            )
+        parts, load_x = ((e, jnp.int32(0)), (e, jnp.int32(1))), _by_group(x_ref, (token,), live)
+        factor = 1 / LIFT if largest_ref is None else _power(_of_tokens(largest_ref, token, live))
         gate, up = _products(codes_ref, scale_ref, parts, row, load_x, factor, rows, interpret)
         hidden = _lifted(activation(gate.astype(dtype), up.astype(dtype)))
         at = fp4.places(row + jnp.arange(rows, dtype=jnp.int32), width, fp4.IN_HALF)
@@ -162,6 +161,11 @@ def _by_group(ref, place, live):
         return plgpu.load(ref.at[(*place, input_)], mask=mask, other=0.0)
 
     return load
+
+
+def _of_tokens(ref, token, live):
+    """[1, COLUMNS]: ref[n] of each column's token, 1 where there is none."""
+    return plgpu.load(ref.at[_columns(token)], mask=_columns(live.astype(jnp.int32)) > 0, other=1.0)
 
 
 def _columns(of_tokens):

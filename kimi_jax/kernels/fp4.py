@@ -31,7 +31,8 @@ OF_WORDS = [  # byte j of two elements, twice each, fills a register
 ]
 
 # As float16, one for each half as well: sign at bit 15, magnitude at bits 11..9, which is the E2M1 number times 2^-14.
-# All of them lie in the upper byte, so that both of a byte's neighbours are made together.
+# All of it lies in a byte, so that the codes of the low and of the high byte share the work before the shift:
+# ptxas merges what is the same.
 FLOAT16 = "{{ .reg .b32 c, d; {pick} lop3.b32 c, c, d, 0x80808080, 0xE4;{shift} and.b32 $0, c, 0x8E008E00; }}"
 OF_HALVES_FLOAT16 = [
     FLOAT16.format(pick=pick, shift=shift)

@@ -106,9 +106,9 @@ def _attend_stretch(q_ref, rows_ref, lengths_ref, out_ref, lse_ref, *, latent, s
         jnp.zeros((latent, head_block), jnp.float32),
     )
     top, total, weighted = lax.fori_loop(first, last, fold, start)
-    safe = jnp.where(total > 0, total, 1.0)
+    safe = jnp.where(total != 0, total, 1.0)
     plgpu.store(out_ref.at[b, split, some, :], (weighted / safe[None, :]).T, mask=here)
-    lse = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+    lse = jnp.where(total != 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
     plgpu.store(lse_ref.at[b, split, some], lse, mask=heads < H)
 
 
@@ -149,10 +149,10 @@ def _merge(outs_ref, lses_ref, out_ref, lse_ref, *, width, columns):
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(lses - safe_top)
     total = jnp.sum(weights)
-    safe = jnp.where(total > 0, total, 1.0)
+    safe = jnp.where(total != 0, total, 1.0)
     outs = plgpu.load(outs_ref.at[b, every, h, some], mask=here[:, None], other=0.0)
     out_ref[b, 0, h, some] = jnp.sum(weights[:, None] * outs.astype(jnp.float32), axis=0) / safe
-    lse_ref[b, 0, h] = jnp.where(total > 0, safe_top + jnp.log(safe), -jnp.inf)
+    lse_ref[b, 0, h] = jnp.where(total != 0, safe_top + jnp.log(safe), -jnp.inf)
 
 
 def _dot(a, b, over):

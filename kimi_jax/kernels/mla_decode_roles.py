@@ -13,12 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kimi_jax.kernels.approximate import LOG2E
-from kimi_jax.kernels.mla_decode_warps import heads_only, meet, rescale, settle, weigh
+from kimi_jax.kernels.mla_decode_warps import BY_COLUMN, BY_ROW, WGMMA, heads_only, meet, rescale, settle, weigh
 
 TILE = 64  # slots a step, the rows of a wgmma; also the columns of 128 bytes, the widest swizzle
 EMPTY = -1e30
-WGMMA = plgpu.Layout.WGMMA
-BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 
 
 class Memory(NamedTuple):
@@ -204,8 +202,8 @@ def form_weights(lengths_ref, mem: Memory, at: Stretch, scale):
     _pass_turn(mem, tiles)
 
     total = settle(total)
-    safe = jnp.where(total > 0, total, 1.0)
-    mem.lse[...] = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+    safe = jnp.where(total != 0, total, 1.0)
+    mem.lse[...] = jnp.where(total != 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
     _wait_for_weights(mem, tiles)
     _hand_over(mem, tiles, 1.0 / safe)
 

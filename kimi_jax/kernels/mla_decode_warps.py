@@ -54,13 +54,13 @@ def weigh_rows(scores, tops, totals, scale):
         return [*new, *(_exp2(arith.subf(top, x)) for top, x in zip(tops, new, strict=True))]
 
     *new_tops, keep, other_keep = _choose(_any_of_warp(arith.ori(*far)), moved, [*tops, _f32(1), _f32(1)])
-    weights = []
-    for n, (row, new_top, k) in enumerate(zip(scores, new_tops, (keep, other_keep), strict=True)):
+    weights, new_totals = [], []
+    for row, new_top, total, k in zip(scores, new_tops, totals, (keep, other_keep), strict=True):
         down = arith.negf(new_top)
         p = [_exp2(math.fma(s, _f32(scale), down)) for s in row]
-        weights.append([_packed(*p[n : n + 2]) for n in range(0, len(p), 2)])
-        totals[n] = math.fma(totals[n], k, _tree(arith.addf, p))
-    return weights, new_tops, [keep, other_keep], totals
+        weights.append([_packed(*p[c : c + 2]) for c in range(0, len(p), 2)])
+        new_totals.append(math.fma(total, k, _tree(arith.addf, p)))
+    return weights, new_tops, [keep, other_keep], new_totals
 
 
 def settle(total: Any) -> Any:
@@ -82,19 +82,23 @@ def rescale(sums: Any, keep: Any) -> Any:
 
     @in_registers
     def inline(_, sums, keep):
-        factors, pairs = list(keep.registers.flat), list(sums.registers.flat)
-        changed = [arith.cmpf(arith.CmpFPredicate.UNE, _part(f, k), _f32(1)) for f in factors for k in range(2)]
-
-        def scaled():
-            return [arith.mulf(pair, factors[n // 2 % len(factors)]) for n, pair in enumerate(pairs)]
-
-        return _like(sums, _choose(_any_of_warp(_tree(arith.ori, changed)), scaled, pairs))
+        return _like(sums, rescale_columns(list(sums.registers.flat), list(keep.registers.flat)))
 
     return inline(sums, keep)
 
 
+def rescale_columns(pairs, factors):
+    """What `rescale` says, of one thread's part: pairs of neighbours of a row, their two rows in turn."""
+    changed = [arith.cmpf(arith.CmpFPredicate.UNE, _part(f, k), _f32(1)) for f in factors for k in range(2)]
+
+    def scaled():
+        return [arith.mulf(pair, factors[n // 2 % len(factors)]) for n, pair in enumerate(pairs)]
+
+    return _choose(_any_of_warp(_tree(arith.ori, changed)), scaled, pairs)
+
+
 def heads_only(query: Any, heads: int) -> Any:
-    """query [64, K] with zeros in the rows that are no head's: they shall send no warp the long way."""
+    """query [64, K] with zeros in the rows that are no head's, which send no warp the long way where all is kept."""
     if heads == query.shape[0]:
         return query
     result = plgpu.ShapeDtypeStruct(query.shape, query.dtype, layout=WGMMA)

@@ -168,9 +168,9 @@ def _attend_tile(
         carry = lax.fori_loop(0, whole, functools.partial(fold, masked=False), carry)
         blocks = (last + key_block - 1) // key_block
         top, total, weighted = lax.fori_loop(whole, blocks, functools.partial(fold, masked=True), carry)
-        safe = jnp.where(total > 0, total, 1.0)
+        safe = jnp.where(total != 0, total, 1.0)
         plgpu.store(out_ref.at[b, some, h, :], weighted / safe[:, None], mask=live[:, None])
-        lse = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+        lse = jnp.where(total != 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
         plgpu.store(lse_ref.at[b, some, h], lse, mask=live)
 
     if prior_refs:

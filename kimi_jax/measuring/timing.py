@@ -65,15 +65,17 @@ class Decoding:
 
     def compile(self) -> None:
         """Ahead of time; nothing runs."""
-        cache = self.model.cache_structs(self.batch, self.capacity)
-        self.model._burst.compile(self.model.params, cache, *self._rest(), want_logprobs=False)
+        self._compiled()
         if self._counts_hits():
-            self.routing.compile(self.batch, 1, cache)
+            self.routing.compile(self.batch, 1, self.model.cache_structs(self.batch, self.capacity))
 
     def text(self) -> str:
         """The compiled loop."""
+        return self._compiled().as_text()
+
+    def _compiled(self) -> Any:
         cache = self.model.cache_structs(self.batch, self.capacity)
-        return self.model._burst.compile(self.model.params, cache, *self._rest(), want_logprobs=False).as_text()
+        return self.model._burst.compile(self.model.params, cache, *self._rest(), want_logprobs=False)
 
     def time(self, machine: Machine, context: int, *, phases: bool = False) -> Row:
         """Steps of rows that hold `context` tokens when they begin."""

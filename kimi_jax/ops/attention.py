@@ -185,7 +185,7 @@ def _online_softmax(
 
     start = (jnp.full(shape[:3], -jnp.inf), jnp.zeros(shape[:3]), jnp.zeros(shape))
     top, total, weighted = jax.lax.fori_loop(0, (needed + size - 1) // size, body, start)
-    some = total > 0
+    some = total != 0  # a NaN that was seen is not nothing
     safe_total = jnp.where(some, total, 1.0)
     out = jnp.where(some[..., None], weighted / safe_total[..., None], 0.0)
     lse = jnp.where(some, top + jnp.log(safe_total), -jnp.inf)

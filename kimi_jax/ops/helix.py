@@ -47,7 +47,7 @@ def merge(parts: Partial) -> Float[Array, "B T H V"]:
         out = sum_i w_i out_i / sum_i w_i        w_i = exp(lse_i - max lse)
 
     A part that saw nothing (lse = -inf) is left out by selection, so that even a NaN in it does no harm; a query that
-    nobody saw a key for gets 0.
+    nobody saw a key for gets 0, one that saw a NaN gets NaN.
 
     Source: Helix Parallelism (arXiv 2507.07120), section 2.1; the empty rows as in vLLM's DCP combine.
     """
@@ -55,9 +55,9 @@ def merge(parts: Partial) -> Float[Array, "B T H V"]:
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weights = jnp.exp(parts.lse - top)
     total = weights.sum(0)
-    seen = (weights > 0)[..., None]
+    seen = (weights != 0)[..., None]
     out = jnp.where(seen, weights[..., None] * jnp.where(seen, parts.out, 0.0), 0.0).sum(0)
-    return out / jnp.where(total > 0, total, 1.0)[..., None]
+    return out / jnp.where(total != 0, total, 1.0)[..., None]
 
 
 def combine(part: Partial, stripe: Stripe) -> Float[Array, "B T Hc V"]:

@@ -156,13 +156,8 @@ def answer() -> None:
 
 def compile_step(model: Model, batch: int, capacity: int, length: int = 1) -> Any:
     """The executable which feeds `length` tokens a row to a model that may have no weights; nothing is run."""
-    params = jax.tree.map(
-        lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at),
-        model.abstract(),
-        model.shardings(),
-    )
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, length), (batch,)))
-    return model._extend.compile(params, tokens, counts, model.cache_structs(batch, capacity))
+    return model._extend.compile(model.param_structs(), tokens, counts, model.cache_structs(batch, capacity))
 
 
 def _unread(plan: Plan) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import experts_few
-from kimi_jax.kernels.experts_few_packed import experts_few_packed
+from kimi_jax.kernels.experts_few_packed import BFLOAT16_TOKENS, experts_few_packed
 from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
@@ -100,14 +100,27 @@ def test_many_tokens_packed_kernel_equals_dense_on_dequantised_weights():
     assert _error(got, *case[:3], *wide, 3) < 1e-2
 
 
-def test_no_scale_makes_a_sum_of_the_packed_kernel_over_or_underflow_on_its_way():
-    (*case, scale), _ = _packed_case(1, 4 * F, 4 * D)
+@pytest.mark.parametrize("tokens", [1, BFLOAT16_TOKENS + 1])
+def test_no_scale_makes_a_sum_of_the_packed_kernel_over_or_underflow_on_its_way(tokens):
+    (*case, scale), _ = _packed_case(tokens, 4 * F, 4 * D)
     first = jnp.min(case[1])
     run = jax.jit(lambda scale: experts_few_packed(*case, scale, activation=swiglu, first=first, interpret=True))
     want = np.asarray(run(jnp.full_like(scale, 120)), np.float64)
     for power in 20, 240:
         got = np.asarray(run(jnp.full_like(scale, power)), np.float64)
         np.testing.assert_array_equal(got, want * 2.0 ** (power - 120))
+
+
+def test_tokens_of_every_size_pass_the_packed_kernel_that_multiplies_in_float16():
+    """Each is divided by a power of two near its largest: only what is far below that may be lost."""
+    (x, *rest), wide = _packed_case(BFLOAT16_TOKENS + 1, 4 * F, 4 * D)
+    sizes = jnp.ones(len(x), x.dtype).at[:3].set(jnp.asarray([0, 1e-12, 1e8], x.dtype))
+    x = (x * sizes[:, None]).at[3, 5].set(1e4)
+    got = np.asarray(_run(experts_few_packed, x, *rest), np.float64)
+    want = np.asarray(_dense(x, *rest[:2], *wide, jnp.int32(0)), np.float64)
+    hit = np.linalg.norm(want, axis=1) > 0
+    assert hit[[1, 2, 3]].all() and not got[~hit].any()
+    assert (np.linalg.norm(got - want, axis=1)[hit] < 1e-2 * np.linalg.norm(want, axis=1)[hit]).all()
 
 
 @pytest.mark.parametrize("scale", [2, 127, 252])
@@ -124,6 +137,42 @@ def test_numbers_of_halves_are_the_dequantised_numbers_without_their_scale(dtype
     one = jnp.full((2, 8), 127, jnp.uint8)
     parts = [x.astype(jnp.bfloat16) for x in fp4.numbers(fp4.halves(packed), dtype, interpret=True)]
     _assert_split([x / fp4.unit(dtype, interpret=True) for x in parts], mxfp4.dequantise(packed, one, jnp.bfloat16))
+
+
+INSTRUCTIONS = {
+    "mov": lambda a: a,
+    "shl": lambda a, n: a << n,
+    "shr": lambda a, n: a >> n,
+    "and": lambda a, b: a & b,
+    "mul": lambda a, b: a * b,
+    "lop3": lambda a, b, c, table: (a & c) | (b & ~c) if table == 0xE4 else None,
+}
+
+
+def _carried_out(text, register):
+    """What instructions in text make of uint32s in $1."""
+    held = {"$1": register}
+    for line in text.strip("{} ").split(";"):
+        name, *operands = line.replace(",", " ").split() or [".reg"]
+        if not name.startswith("."):
+            to, *of = operands
+            of = [held[x] if x in held else np.uint32(int(x, 0)) for x in of]
+            held[to] = INSTRUCTIONS[name.split(".")[0]](*of)
+    return held["$0"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "dtype", "unit"),
+    [(fp4.OF_HALVES, jnp.bfloat16, 2.0**-126), (fp4.OF_HALVES_FLOAT16, jnp.float16, 2.0**-14)],
+)
+def test_the_instructions_make_the_numbers_that_interpret_mode_makes(texts, dtype, unit):
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(over="ignore"):
+        made = [_carried_out(text.replace("{{", "{"), halves.view(np.uint32)) for text in texts]
+    want = fp4.numbers(jnp.asarray(halves), jnp.float32, interpret=True)
+    for got, number in zip(made, want, strict=True):
+        got = got.view(np.uint16).view(jnp.dtype(dtype)).astype(np.float64)
+        np.testing.assert_array_equal(got / unit, np.asarray(number, np.float64))
 
 
 def _assert_split(parts, want):

@@ -31,3 +31,17 @@ def test_decode_kernel_equals_absorbed_attention(heads, splits, sharpness):
     np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(want.lse)[seen], rtol=1e-5)
     error = np.linalg.norm(out - want.out) / np.linalg.norm(want.out)
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_a_nan_in_a_slot_that_is_seen_is_not_lost(splits):
+    """splits: of the kernel; None: the op. A NaN shows in the logits, which are checked; a zero would not."""
+    r = np.random.default_rng(0)
+    query = jnp.asarray(r.normal(size=(1, 1, 3, R + P)), jnp.bfloat16)
+    rows = jnp.asarray(r.normal(size=(1, 1, S, R + P)), jnp.bfloat16).at[0, 0, 70].set(jnp.nan)
+    lengths = jnp.full((1,), S, jnp.int32)
+    if splits is None:
+        out, lse = attend_absorbed(query, Keys(rows, lambda slots: slots, (lengths - 1)[:, None], lengths), R, 0.1)
+    else:
+        out, lse = attend_absorbed_step(query, rows, lengths, R, 0.1, splits=splits, interpret=True)
+    assert np.isnan(out).all() and np.isnan(lse).all()

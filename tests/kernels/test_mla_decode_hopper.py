@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kimi_jax.kernels import mla_decode_roles
+from kimi_jax.kernels import mla_decode_roles, mla_decode_warps
 from kimi_jax.kernels.mla_decode_hopper import SHORTEST, attend_absorbed_hopper, supports
 from kimi_jax.ops.attention import Keys, attend_absorbed
 
@@ -37,7 +37,7 @@ def _accumulate(acc, product):
 def _weigh(scores, top, total, scale):
     """What `mla_decode_warps.weigh` says, of whole rows."""
     largest = jnp.max(scores, axis=1) * scale
-    new_top = jnp.where(largest > top + 8, largest, top)
+    new_top = jnp.where(largest > top + mla_decode_warps.SLACK, largest, top)
     p, keep = jnp.exp2(scores * scale - new_top[:, None]), jnp.exp2(top - new_top)
     return p.astype(jnp.bfloat16), new_top, keep, total * keep + jnp.sum(p, axis=1)
 

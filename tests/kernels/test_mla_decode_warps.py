@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.kernels import mla_decode_warps
-from kimi_jax.kernels.mla_decode_warps import weigh_rows
+from kimi_jax.kernels.mla_decode_warps import BY_COLUMN, BY_ROW, WGMMA, rescale_columns, weigh_rows
 
 SCALE = 0.1
 THREADS = np.arange(128)
@@ -25,8 +25,8 @@ def simulated(monkeypatch):
         maximumf=np.maximum,
         ori=np.logical_or,
         select=np.where,
-        cmpf=lambda _, a, b: a > b,
-        CmpFPredicate=types.SimpleNamespace(OGT=None),
+        cmpf=lambda compare, a, b: compare(a, b),
+        CmpFPredicate=types.SimpleNamespace(OGT=np.greater, UNE=np.not_equal),
         fma=lambda a, b, c: (np.float64(a) * b + c).astype(np.float32),
     )
     simulation = {
@@ -35,12 +35,13 @@ def simulated(monkeypatch):
         "_f32": np.float32,
         "_exp2": np.exp2,
         "_packed": lambda a, b: np.stack([a, b], -1).astype(jnp.bfloat16),
+        "_part": lambda pair, k: pair[..., k],
         "_over_row": _over_row,
         "_any_of_warp": lambda condition: np.repeat(condition.reshape(4, 32).any(1), 32),
         "_choose": _choose,
     }
-    for name, simulated in simulation.items():
-        monkeypatch.setattr(mla_decode_warps, name, simulated)
+    for name, operation in simulation.items():
+        monkeypatch.setattr(mla_decode_warps, name, operation)
 
 
 def _over_row(op, x):
@@ -48,7 +49,9 @@ def _over_row(op, x):
 
 
 def _choose(condition, make, old):
-    return [np.where(condition, new, x) for new, x in zip(make(), old, strict=True)]
+    return [
+        np.where(condition.reshape(-1, *np.ones(np.ndim(n) - 1, int)), n, x) for n, x in zip(make(), old, strict=True)
+    ]
 
 
 def _spread(tile):
@@ -133,3 +136,28 @@ def test_a_warp_forms_maxima_only_where_one_moves(monkeypatch):
     tile[20] += 100 / SCALE
     _fold(tile, tops, totals)
     np.testing.assert_array_equal(asked, [[True] * 4, [False, True, False, False]])
+
+
+@pytest.mark.parametrize("changed", [None, 0, 13, 47])
+def test_sums_are_rescaled_by_their_columns_factors_in_every_warp_that_holds_one(changed):
+    sums = np.random.default_rng(2).normal(size=(128, 48)).astype(np.float32)
+    keep = np.ones(48, np.float32)
+    if changed is not None:
+        keep[changed] = 0.25
+    held = [(64 * m + ROWS + 8 * r, 8 * c + 2 * (THREADS % 4)) for m in range(2) for c in range(6) for r in range(2)]
+    factors = [np.stack([keep[column], keep[column + 1]], -1) for _, column in held[:12:2]]
+
+    def pairs(x):
+        return [np.stack([x[row, column], x[row, column + 1]], -1) for row, column in held]
+
+    np.testing.assert_array_equal(rescale_columns(pairs(sums), factors), pairs(sums * keep))
+
+
+def test_registers_lie_in_the_order_that_is_taken_for_granted():
+    """Of a product: blocks of 64 rows, then eight columns, then the two rows of a thread; of one dimension alike."""
+
+    def order(layout, *shape):
+        return tuple(n for n in layout.to_mgpu().registers_shape(shape) if n > 1)
+
+    assert order(WGMMA, 64, 64) == (8, 2) and order(WGMMA, 128, 48) == (2, 6, 2)
+    assert order(BY_ROW, 64) == (2,) and order(BY_COLUMN, 48) == (6,)
