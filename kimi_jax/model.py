@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import Config
-from kimi_jax.layers.block import AttnResBlock, Block, LayerCache, Stored
+from kimi_jax.layers.block import AttnResBlock, Block, LayerCache, Stored, Terms
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
 from kimi_jax.ops.attn_res import attn_res
 from kimi_jax.ops.embedding import embed
 from kimi_jax.ops.linear import project
-from kimi_jax.ops.norm import rms_norm
+from kimi_jax.ops.norm import rms_norm, sum_rms_norm, sum_terms
 from sharding_rules import Layout, Size, axes, check
 from sharding_rules.axes import BATCH, EMBED, LENGTH, VOCAB
 
@@ -63,10 +63,16 @@ def sizes(config: Config, layout: Layout) -> list[Size]:
 
 
 class Stream(NamedTuple):
-    """The residual stream behind a layer: the running sum, and earlier sums that were stored (Attention Residuals)."""
+    """The residual stream behind a layer: the terms of the running sum h, which whoever reads it next adds up on the
+    way, and earlier sums that were stored (Attention Residuals).
+    """
 
-    h: Float[Array, "B T D"]
+    terms: Terms
     stored: Stored = ()
+
+    @property
+    def h(self) -> Float[Array, "B T D"]:
+        return sum_terms(self.terms)
 
 
 class Transformer(nnx.Module):
@@ -89,7 +95,7 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], chunk: Chunk, caches: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
         """Hidden states of the fed tokens, ready for `head`, and the caches after them."""
-        walked = list(self.walk(Stream(self.enter(tokens, chunk)), chunk, caches))
+        walked = list(self.walk(Stream((self.enter(tokens, chunk),)), chunk, caches))
         return self.finish(walked[-1][0]), tuple(cache for _, cache in walked)
 
     def walk(self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]) -> Iterator[tuple[Stream, LayerCache]]:
@@ -108,9 +114,8 @@ class Transformer(nnx.Module):
         self, index: int, block: Block, stream: Stream, cache: LayerCache, chunk: Chunk
     ) -> tuple[Stream, LayerCache]:
         """h <- h + attention(RMS(h)),  h <- h + ffn(RMS(h))."""
-        attended, cache = block.attend(stream.h, cache, chunk)
-        h, fed = block.add_and_feed(stream.h, attended)
-        return Stream(h + fed), cache
+        h, attended, cache = block.attend(stream.terms, cache, chunk)
+        return Stream(block.feed((h, attended))), cache
 
     def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Float[Array, "B T D"]:
         """E[tokens]; padding enters as zeros, so whatever its embedding holds can reach nobody."""
@@ -121,7 +126,7 @@ class Transformer(nnx.Module):
 
     def finish(self, stream: Stream) -> Float[Array, "B T D"]:
         """The final norm."""
-        return rms_norm(stream.h, self.norm[...], self.config.rms_norm_eps)
+        return sum_rms_norm(stream.terms, self.norm[...], self.config.rms_norm_eps)[1]
 
     def head(self, h: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
         """Logits in float32, whole on every rank: the product is pinned to its shards so that it, not W, is
@@ -159,14 +164,15 @@ class AttnResTransformer(Transformer):
     ) -> tuple[Stream, LayerCache]:
         """One layer between two mixes; the sum restarts at a boundary."""
         assert self.config.attn_res_block_size is not None
-        h, stored = stream
+        h, stored = stream.h, stream.stored
         x = block.mix_for_attention(stored, h) if stored else h
-        attended, cache = block.attend(x, cache, chunk)
+        _, attended, cache = block.attend((x,), cache, chunk)
         if index % self.config.attn_res_block_size == 0:
             h, stored = attended, (*stored, h)
         else:
             h = h + attended
-        return Stream(h + block.feed(block.mix_for_ffn(stored, h)), stored), cache
+        _, fed = block.feed((block.mix_for_ffn(stored, h),))
+        return Stream((h, fed), stored), cache
 
     def finish(self, stream: Stream) -> Float[Array, "B T D"]:
         """The last mix, and the final norm of it."""

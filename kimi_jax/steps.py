@@ -53,7 +53,7 @@ def observe(
     """Feed tokens as `extend` does, and look on."""
     heard = overhear(decoder, MoE.margins)
     chunk = Chunk(cache.lengths, counts)
-    entered = Stream(decoder.enter(tokens, chunk))
+    entered = Stream((decoder.enter(tokens, chunk),))
     streams, layers = zip(*decoder.walk(entered, chunk, cache.layers), strict=True)
     hidden = jnp.stack([stream.h for stream in (entered, *streams)])
     margins = jnp.stack(heard) if heard else jnp.zeros((0, *tokens.shape))

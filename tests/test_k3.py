@@ -207,17 +207,18 @@ def test_a_clamp_in_place_of_the_lower_bound_gate_is_noticed(moved, monkeypatch)
 
 
 def broken_step(self, index, block, stream, cache, chunk, *, late_mix, mixed_sum):
-    h, stored = stream
+    h, stored = stream.h, stream.stored
     boundary = index % self.config.attn_res_block_size == 0
     if late_mix and boundary:
         stored = (*stored, h)
     x = block.mix_for_attention(stored, h) if stored else h
-    attended, cache = block.attend(x, cache, chunk)
+    _, attended, cache = block.attend((x,), cache, chunk)
     if boundary:
         h, stored = attended, stored if late_mix else (*stored, h)
     else:
         h = (x if mixed_sum else h) + attended
-    return Stream(h + block.feed(block.mix_for_ffn(stored, h)), stored), cache
+    _, fed = block.feed((block.mix_for_ffn(stored, h),))
+    return Stream((h, fed), stored), cache
 
 
 @pytest.mark.parametrize("fault", ["late_mix", "mixed_sum"])

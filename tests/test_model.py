@@ -26,7 +26,7 @@ def hidden_states(model: kimi_jax.Model, ids: np.ndarray) -> list[np.ndarray]:
     def walk(params, cache):
         decoder = nnx.merge(model.graph, params)
         chunk = Chunk(cache.lengths, jnp.full((1,), len(ids), jnp.int32))
-        stream = Stream(decoder.enter(tokens, chunk))
+        stream = Stream((decoder.enter(tokens, chunk),))
         return [stream.h for stream, _ in decoder.walk(stream, chunk, cache.layers)]
 
     with jax.set_mesh(model.mesh):

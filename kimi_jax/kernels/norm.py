@@ -1,10 +1,11 @@
 """RMSNorm of few rows, each in one program, with the residual add before it.
 
-The sibling of `ops.norm.rms_norm` and `add_rms_norm`: XLA makes two kernels of a single row, its mean square and its
+The sibling of `ops.norm.sum_rms_norm`: XLA makes two kernels of a single row, its mean square and its
 quotient.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,43 +22,32 @@ def supports(x: Float[Array, "*X D"]) -> bool:
     return x.size <= MOST_ROWS * x.shape[-1] and 1024 <= x.shape[-1] <= 16384
 
 
-def rms_norm_rows(
-    x: Float[Array, "*X D"], weight: Float[Array, " D"], eps: float, *, warps: int = 8, interpret: bool = False
-) -> Float[Array, "*X D"]:
-    """weight * cast(x / sqrt(mean_D(x^2) + eps)), in the dtype of x; the roundings of `ops.norm.rms_norm`.
-
-    Floor: the time of a kernel; a row is read once and written once.
-    """
-    (out,) = _run((x,), weight, eps, warps, interpret)
-    return out
-
-
-def add_rms_norm_rows(
-    x: Float[Array, "*X D"],
-    y: Float[Array, "*X D"],
+def sum_rms_norm_rows(
+    terms: Sequence[Float[Array, "*X D"]],
     weight: Float[Array, " D"],
     eps: float,
     *,
     warps: int = 8,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*X D"], Float[Array, "*X D"]]:
-    """x + y, and `rms_norm_rows` of it."""
-    total, out = _run((x, y), weight, eps, warps, interpret)
-    return total, out
+    """h = the sum of the terms; h and weight * cast(h / sqrt(mean_D(h^2) + eps)), in the dtype of the first term.
 
+    The roundings are those of `ops.norm.sum_rms_norm`. A single term is its own sum, and not written again.
 
-def _run(terms, weight, eps, warps, interpret):
+    Floor: the time of a kernel; each term is read once, each result written once.
+    """
     shape, D = terms[0].shape, terms[0].shape[-1]
     rows = [term.reshape(-1, D) for term in terms]
-    outs = pl.pallas_call(
+    *total, normed = pl.pallas_call(
         functools.partial(_normalise, terms=len(rows), eps=eps, width=pl.next_power_of_2(D)),
-        out_shape=[jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype)] * len(rows),
+        out_shape=[jax.ShapeDtypeStruct(rows[0].shape, rows[0].dtype)] * min(len(rows), 2),
         grid=(rows[0].shape[0],),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        name="add_rms_norm_rows" if len(rows) > 1 else "rms_norm_rows",
+        name="sum_rms_norm_rows" if len(rows) > 1 else "rms_norm_rows",
     )(*rows, weight)
-    return [out.reshape(shape) for out in outs]
+    h = total[0].reshape(shape) if total else terms[0]
+    return h, normed.reshape(shape)
 
 
 def _normalise(*refs, terms, eps, width):
@@ -67,7 +57,7 @@ def _normalise(*refs, terms, eps, width):
     everything = pl.ds(row * 0, width)
     x, *others = [plgpu.load(ref.at[row, everything], mask=inside, other=0.0) for ref in term_refs]
     for other in others:
-        x = x + other
+        x = x + other.astype(x.dtype)
     for ref in sum_refs:
         plgpu.store(ref.at[row, everything], x, mask=inside)
     weight = plgpu.load(weight_ref.at[everything], mask=inside, other=0.0)

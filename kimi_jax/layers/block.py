@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from kimi_jax.config import Config
 from kimi_jax.layers.chunk import Chunk
@@ -16,17 +16,18 @@ from kimi_jax.layers.mlp import MLP
 from kimi_jax.layers.moe import LatentMoE, MoE, PackedLatentMoE
 from kimi_jax.layers.named import declare
 from kimi_jax.ops.attn_res import attn_res
-from kimi_jax.ops.norm import add_rms_norm, rms_norm
+from kimi_jax.ops.norm import sum_rms_norm
 from sharding_rules import Layout
 from sharding_rules.axes import EMBED
 
 LayerCache = LatentCache | DeltaState
+Terms = tuple[Float[Array, "B T D"], ...]
 Stored = tuple[Float[Array, "B T D"], ...]
 
 
 class Block(nnx.Module):
-    """attend: attention(RMS(x));  feed: ffn(RMS(x));  add_and_feed: feed of a sum, and the sum. Which sums there are is
-    the decoder's part.
+    """attend: attention(RMS(h));  feed: ffn(RMS(h));  h a sum of one or two terms, which is handed back. Which sums there
+    are is the decoder's part.
 
     run(module, *args): how attention and ffn are called; whoever owns the decoder may put something around it.
     """
@@ -41,20 +42,15 @@ class Block(nnx.Module):
         self.ffn = ffn_class(config, index)(config, layout, dtype)
 
     def attend(
-        self, x: Float[Array, "B T D"], cache: LayerCache, chunk: Chunk
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        """attention(RMS(x)) and the layer's new cache."""
-        return self.run(self.attention, rms_norm(x, self.attention_norm[...], self.eps), cache, chunk)
+        self, terms: Terms, cache: LayerCache, chunk: Chunk
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache]:
+        """h = the sum of the terms, attention(RMS(h)) and the layer's new cache."""
+        h, normed = sum_rms_norm(terms, self.attention_norm[...], self.eps)
+        return h, *self.run(self.attention, normed, cache, chunk)
 
-    def feed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """ffn(RMS(x))."""
-        return self.run(self.ffn, rms_norm(x, self.ffn_norm[...], self.eps))
-
-    def add_and_feed(
-        self, x: Float[Array, "B T D"], y: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """h = x + y, and `feed` of h."""
-        h, normed = add_rms_norm(x, y, self.ffn_norm[...], self.eps)
+    def feed(self, terms: Terms) -> tuple[Float[Array, "B T D"], Float32[Array, "B T D"]]:
+        """h = the sum of the terms, and ffn(RMS(h)), not yet rounded."""
+        h, normed = sum_rms_norm(terms, self.ffn_norm[...], self.eps)
         return h, self.run(self.ffn, normed)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from kimi_jax.config import Config
 from kimi_jax.layers.named import declare
@@ -32,7 +32,7 @@ class MLP(nnx.Module):
         self.gate_up = declare((2, F, D), (None, HIDDEN, EMBED), dtype)
         self.down = declare((D, F), (EMBED, HIDDEN), dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T D"]:
         axis, act = self.layout.mesh_axes(HIDDEN), activation(self.config)
 
         def here(x, gate_up, down):
@@ -40,4 +40,4 @@ class MLP(nnx.Module):
 
         with jax.named_scope("mlp"):
             run = self.layout.per_shard(here, [(), (None, HIDDEN), (EMBED, HIDDEN)], ())
-            return run(x, self.gate_up[...], self.down[...]).astype(x.dtype)
+            return run(x, self.gate_up[...], self.down[...])

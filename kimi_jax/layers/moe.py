@@ -45,11 +45,11 @@ class MoE(nnx.Module):
         self.shared_gate_up = declare((2, Fs, D), (None, HIDDEN, EMBED), dtype)
         self.shared_down = declare((D, Fs), (EMBED, HIDDEN), dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T D"]:
         tokens = x.reshape(-1, x.shape[-1])
         chosen, weights = self._route(tokens)
         y = self._experts(tokens, tokens, chosen, weights)
-        return self.layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
+        return self.layout.constrain(y.reshape(x.shape), BATCH, LENGTH, EMBED)
 
     def margins(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T"]:
         """How near each token is to another expert: `ops.routing.margins`."""
@@ -119,7 +119,7 @@ class LatentMoE(MoE):
         self.latent_norm = declare((Z,), (None,), dtype, init="ones")
         self.latent_up = declare((D, Z), (EMBED, LATENT_MOE), dtype)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float32[Array, "B T D"]:
         layout, tokens, Z = self.layout, x.reshape(-1, x.shape[-1]), self.config.expert_hidden_size
         chosen, weights = self._route(tokens)
         with jax.named_scope("latent_down"):
@@ -130,7 +130,7 @@ class LatentMoE(MoE):
             routed = rms_norm(both[:, :Z].astype(x.dtype), self.latent_norm[...], self.config.rms_norm_eps)
             routed = layout.constrain(routed, None, None)  # else a split W_up would split the norm and its input too
             y = project(routed, self.latent_up[...], jnp.float32) + both[:, Z:]
-        return layout.constrain(y.astype(x.dtype).reshape(x.shape), BATCH, LENGTH, EMBED)
+        return layout.constrain(y.reshape(x.shape), BATCH, LENGTH, EMBED)
 
     def _both(self, routed_in, shared_in, chosen, weights, held, shared, first) -> Float32[Array, "N *D"]:
         act = activation(self.config)

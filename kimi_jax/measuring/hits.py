@@ -61,7 +61,7 @@ def reach(
     """
     heard = overhear(decoder, _chosen)
     chunk = Chunk(cache.lengths, counts)
-    walked = list(decoder.walk(Stream(decoder.enter(tokens, chunk)), chunk, cache.layers))
+    walked = list(decoder.walk(Stream((decoder.enter(tokens, chunk),)), chunk, cache.layers))
     layers = tuple(
         old if isinstance(old, DeltaState) else new for old, (_, new) in zip(cache.layers, walked, strict=True)
     )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
-from kimi_jax.kernels import experts_few, experts_few_packed, experts_many
+from kimi_jax.kernels import experts_few, experts_few_packed, experts_many, experts_one
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.gated_mlp import gated_mlp
 from kimi_jax.ops.linear import project
@@ -105,7 +105,7 @@ def experts(x, chosen, weights, gate_up, down, *, activation, first=0) -> Float3
     if not experts_few.supports_widths(x, down.shape[2]):
         return run(x, chosen, weights, gate_up, down, first=first)
     few = experts_few.supports(x, down.shape[2])
-    kernel = partial(experts_few.experts_few if few else experts_many.experts_many, activation=activation)
+    kernel = partial(_for_few(x) if few else experts_many.experts_many, activation=activation)
     return _by_platform(kernel, run, first, x, chosen, weights, gate_up, down)
 
 
@@ -123,7 +123,7 @@ def experts_and_shared(
         return routed + gated_mlp(x, shared_gate_up, shared_down, activation)
 
     def kernel(x, chosen, weights, gate_up, down, *shared, first):
-        return experts_few.experts_few(x, chosen, weights, gate_up, down, shared, activation=activation, first=first)
+        return _for_few(x)(x, chosen, weights, gate_up, down, shared, activation=activation, first=first)
 
     return _by_platform(kernel, op, first, x, chosen, weights, gate_up, down, shared_gate_up, shared_down)
 
@@ -136,6 +136,10 @@ def experts_of_packed(x, chosen, weights, *packed, activation, first=0) -> Float
     few = experts_few.supports(x, hidden)
     kernel = experts_few_packed.experts_few_packed if few else experts_many.experts_many_packed
     return _by_platform(partial(kernel, activation=activation), run, first, x, chosen, weights, *packed)
+
+
+def _for_few(x: Float[Array, "N D"]) -> Callable[..., Float32[Array, "N D"]]:
+    return experts_one.experts_one if x.shape[0] == 1 else experts_few.experts_few
 
 
 def _by_platform(kernel, op, first, *arrays):

@@ -3,7 +3,7 @@
 Statistics are float32 whatever the activations are.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,30 @@ def rms_norm(x: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float) -> 
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), eq. 4; transformers `KimiLinearRMSNorm.forward`.
     """
-    op = partial(_rms_norm, eps=eps)
-    if not kernel.supports(x):
-        return op(x, weight)
-    return lax.platform_dependent(x, weight, cuda=partial(kernel.rms_norm_rows, eps=eps), default=op)
+    return sum_rms_norm((x,), weight, eps)[1]
 
 
-def add_rms_norm(
-    x: Float[Array, "*X D"], y: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float
+def sum_rms_norm(
+    terms: Sequence[Float[Array, "*X D"]], weight: Float[Array, "D"], eps: float
 ) -> tuple[Float[Array, "*X D"], Float[Array, "*X D"]]:
-    """h = x + y, and `rms_norm` of h."""
+    """h = `sum_terms(terms)` and `rms_norm` of h. On CUDA one kernel for few rows."""
 
-    def op(x, y, weight):
-        return x + y, _rms_norm(x + y, weight, eps)
+    def op(weight, *terms):
+        h = sum_terms(terms)
+        return h, _rms_norm(h, weight, eps)
 
-    if not kernel.supports(x):
-        return op(x, y, weight)
-    return lax.platform_dependent(x, y, weight, cuda=partial(kernel.add_rms_norm_rows, eps=eps), default=op)
+    def in_one_kernel(weight, *terms):
+        return kernel.sum_rms_norm_rows(terms, weight, eps)
+
+    if not kernel.supports(terms[0]):
+        return op(weight, *terms)
+    return lax.platform_dependent(weight, *terms, cuda=in_one_kernel, default=op)
+
+
+def sum_terms(terms: Sequence[Float[Array, "*X D"]]) -> Float[Array, "*X D"]:
+    """The terms' sum, each rounded to the dtype of the first."""
+    first, *others = terms
+    return sum((term.astype(first.dtype) for term in others), first)
 
 
 def _rms_norm(x: Float[Array, "*X D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*X D"]:

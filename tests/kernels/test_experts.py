@@ -10,6 +10,7 @@ import pytest
 from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import experts_few
 from kimi_jax.kernels.experts_few_packed import BFLOAT16_TOKENS, experts_few_packed
+from kimi_jax.kernels.experts_one import experts_one
 from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
@@ -51,6 +52,17 @@ def _error(got, x, chosen, weights, gate_up, down, first):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(("which", "rows"), [(0, 1), (1, 4), (2, 1)])
+def test_one_token_kernel_equals_dense_and_the_one_for_few(which, rows):
+    """Of 9 experts 4 are held, from the first, second or third of those that the token chose on."""
+    case = _case(1)
+    first = jnp.sort(case[1][0])[which]
+    got = _run(experts_one, *case, first=first, rows=(rows, rows))
+    assert _error(got, *case, first) < 1e-2
+    few = _run(experts_few, *case, first=first, blocks=BLOCKS)
+    np.testing.assert_allclose(got, few, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_few_tokens_kernel_equals_dense(tokens):
     case = _case(tokens)
@@ -59,13 +71,21 @@ def test_few_tokens_kernel_equals_dense(tokens):
     assert _error(got, *case, first) < 1e-2
 
 
-@pytest.mark.parametrize("tokens", [1, 21])
-def test_shared_experts_come_along_as_one_more_expert(tokens):
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [
+        (partial(experts_few, blocks=(32, 64, 64, 32)), 1),
+        (partial(experts_few, blocks=(32, 64, 64, 32)), 21),
+        (experts_one, 1),
+    ],
+    ids=["few, 1", "few, 21", "one"],
+)
+def test_shared_experts_come_along_as_one_more_expert(kernel, tokens):
     case, scale = _case(tokens), D**-0.5
     r = np.random.default_rng(9)
     shared = [jnp.asarray(r.normal(size=shape) * scale, jnp.bfloat16) for shape in [(2, F // 2, D), (D, F // 2)]]
-    alone = _run(experts_few, *case, first=3, blocks=(32, 64, 64, 32))
-    both = _run(experts_few, *case, tuple(shared), first=3, blocks=(32, 64, 64, 32))
+    first = jnp.min(case[1])
+    alone, both = _run(kernel, *case, first=first), _run(kernel, *case, tuple(shared), first=first)
     want = gated_mlp(case[0].astype(jnp.float32), *(w.astype(jnp.float32) for w in shared), swiglu)
     assert np.linalg.norm(both - alone - want) / np.linalg.norm(want) < 1e-2
 
@@ -188,3 +208,4 @@ def test_tokens_without_a_held_expert_get_zero():
     chosen = jnp.broadcast_to(jnp.arange(6, 6 + K, dtype=jnp.int32), (5, K))
     for kernel in experts_few, experts_many:
         np.testing.assert_array_equal(_run(kernel, x, chosen, weights, *wide, blocks=BLOCKS), 0)
+    np.testing.assert_array_equal(_run(experts_one, x[:1], chosen[:1], weights[:1], *wide), 0)

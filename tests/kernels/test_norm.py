@@ -15,14 +15,12 @@ def _arrays(dtype):
     return [jnp.asarray(r.normal(size=shape), dtype) for shape in [(3, 2, 1100), (3, 2, 1100), (1100,)]]
 
 
+@pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-6)])
-def test_kernels_equal_the_op(dtype, rtol):
-    x, y, weight = _arrays(dtype)
-    alone = kernel.rms_norm_rows(x, weight, EPS, interpret=True)
-    np.testing.assert_allclose(alone.astype(jnp.float32), norm.rms_norm(x, weight, EPS).astype(jnp.float32), rtol=rtol)
-    for got, want in zip(
-        kernel.add_rms_norm_rows(x, y, weight, EPS, interpret=True), norm.add_rms_norm(x, y, weight, EPS), strict=True
-    ):
+def test_the_kernel_equals_the_op(dtype, rtol, terms):
+    *both, weight = _arrays(dtype)
+    got = kernel.sum_rms_norm_rows(both[:terms], weight, EPS, interpret=True)
+    for got, want in zip(got, norm.sum_rms_norm(both[:terms], weight, EPS), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=rtol)
 
