@@ -17,6 +17,7 @@ class Functions(NamedTuple):
     rsqrt: Callable
     decay: Callable  # a, b -> 2^-|a - b|
     multiply_add: Callable  # a, b, c -> a b + c, rounded once; broadcasts
+    add_product: Callable  # c, a, b -> c + a b, rounded once, of bfloat16 a and b
 
     def sigmoid(self, x):
         """1 / (1 + e^-x), within 4 units in the last place."""
@@ -50,6 +51,19 @@ def _assembly(text: str, *, operands: int) -> Callable:
     return call
 
 
+def _add_product(c, a, b):
+    """Two elements at a time: a number of bfloat16 is the upper half of one of float32."""
+    (y,) = plgpu.elementwise_inline_asm(
+        "{.reg .b32 a, b, c, d; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000; shl.b32 c, $5, 16; "
+        "and.b32 d, $5, 0xffff0000; fma.rn.f32 $0, a, c, $2; fma.rn.f32 $1, b, d, $3;}",
+        args=[c, a, b],
+        constraints="=f,=f,f,f,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(c.shape, jnp.float32)],
+    )
+    return y
+
+
 LOG2E = 1.4426950408889634
 APPROXIMATE = Functions(
     exp2=_instruction("ex2"),
@@ -62,6 +76,7 @@ APPROXIMATE = Functions(
         operands=2,
     ),
     multiply_add=_assembly("fma.rn.f32 $0, $1, $2, $3;", operands=3),  # XLA lets Triton fuse none of its own
+    add_product=_add_product,
 )
 PLAIN = Functions(
     exp2=jnp.exp2,
@@ -70,4 +85,5 @@ PLAIN = Functions(
     rsqrt=jax.lax.rsqrt,
     decay=lambda a, b: jnp.exp2(-jnp.abs(a - b)),
     multiply_add=lambda a, b, c: a * b + c,
+    add_product=lambda c, a, b: c + a.astype(jnp.float32) * b.astype(jnp.float32),
 )

@@ -5,14 +5,16 @@ and the second product weighs and sums what the experts give: nothing of it goes
 """
 
 import functools
-import math
 from collections.abc import Callable
+from math import gcd
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
+
+from kimi_jax.kernels.approximate import functions
 
 Activation = Callable[[Array, Array], Array]
 
@@ -39,12 +41,13 @@ def experts_one(
 
     Floor: 6 F D bytes for each expert that the token chose.
     """
+    math = functions(interpret=interpret)
     (_, k), D, F = chosen.shape, x.shape[1], down.shape[2]
     first = jnp.asarray(first, jnp.int32).reshape(1)
     more = 0 if shared is None else 1
     shared_gate_up, shared_down = ((), ()) if shared is None else ((shared[0],), (shared[1],))
     hidden = pl.pallas_call(
-        functools.partial(_gate_up, activation=activation, rows=rows[0], columns=columns[0]),
+        functools.partial(_gate_up, activation=activation, rows=rows[0], columns=columns[0], math=math),
         out_shape=jax.ShapeDtypeStruct((k + more, F), x.dtype),
         grid=(F // rows[0], k + more),
         compiler_params=plgpu.CompilerParams(num_warps=warps[0], num_stages=1),
@@ -52,7 +55,7 @@ def experts_one(
         name="experts_one_gate_up",
     )(x, chosen, first, gate_up, *shared_gate_up)
     return pl.pallas_call(
-        functools.partial(_down, rows=rows[1], columns=columns[1]),
+        functools.partial(_down, rows=rows[1], columns=columns[1], math=math),
         out_shape=jax.ShapeDtypeStruct((1, D), jnp.float32),
         grid=(D // rows[1],),
         compiler_params=plgpu.CompilerParams(num_warps=warps[1], num_stages=1),
@@ -61,14 +64,14 @@ def experts_one(
     )(hidden, chosen, weights, first, down, *shared_down)
 
 
-def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, rows, columns):
+def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, rows, columns, math):
     *shared_ref, hidden_ref = refs
     choice, k, dtype = pl.program_id(1), chosen_ref.shape[1], hidden_ref.dtype
     row = pl.program_id(0) * rows
 
     def run(ref, *index):
         parts = [(*index, jnp.int32(part)) for part in (0, 1)]
-        gate, up = _products(ref, parts, row, x_ref, choice * 0, rows=rows, columns=columns)
+        gate, up = _products(ref, parts, row, x_ref, choice * 0, rows=rows, columns=columns, math=math)
         hidden = activation(gate.astype(dtype), up.astype(dtype))
         plgpu.store(hidden_ref.at[choice, pl.ds(row, rows)], hidden)
 
@@ -79,10 +82,10 @@ def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, rows,
     pl.when(held)(lambda: run(gate_up_ref, expert))
 
 
-def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, rows, columns):
+def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, rows, columns, math):
     *shared_ref, out_ref = refs
     row, k, dtype = pl.program_id(0) * rows, chosen_ref.shape[1], hidden_ref.dtype
-    run = functools.partial(_products, rows=rows, columns=columns)
+    run = functools.partial(_products, rows=rows, columns=columns, math=math)
     total = jnp.zeros((rows,), jnp.float32)
     for choice in range(k):  # what is not held is not read: a branch would make each expert wait for the one before
         expert = chosen_ref[0, choice] - first_ref[0]
@@ -94,17 +97,17 @@ def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, rows,
     plgpu.store(out_ref.at[row * 0, pl.ds(row, rows)], total)
 
 
-def _products(ref, indices, row, x_ref, x_row, *, rows, columns, mask=True):
+def _products(ref, indices, row, x_ref, x_row, *, rows, columns, math, mask=True):
     """sum_c ref[*index, row + r, c] x[x_row, c] for each index, float32 [rows]; where the mask is False, 0, unread."""
     width = ref.shape[-1]
-    columns = math.gcd(columns, width)
+    columns = gcd(columns, width)
     mask = jnp.broadcast_to(jnp.asarray(mask), (rows, columns))
     sums = [jnp.zeros((rows, columns), jnp.float32)] * len(indices)
     for at in range(0, width, columns):
         column = jnp.broadcast_to((at + jnp.arange(columns, dtype=jnp.int32))[None, :], (rows, columns))
         # x where the weight's columns are: nothing to exchange
-        x = plgpu.load(x_ref.at[jnp.full_like(column, x_row), column], mask=mask, other=0.0).astype(jnp.float32)
+        x = plgpu.load(x_ref.at[jnp.full_like(column, x_row), column], mask=mask, other=0.0)
         for i, index in enumerate(indices):
             some = ref.at[(*index, pl.ds(row, rows), pl.ds(at, columns))]
-            sums[i] = sums[i] + plgpu.load(some, mask=mask, other=0.0).astype(jnp.float32) * x
+            sums[i] = math.add_product(sums[i], plgpu.load(some, mask=mask, other=0.0), x)
     return [jnp.sum(total, axis=1) for total in sums]

@@ -55,12 +55,13 @@ def _normalise(*refs, terms, eps, width):
     row, D = pl.program_id(0), out_ref.shape[1]
     inside = jnp.arange(width, dtype=jnp.int32) < D
     everything = pl.ds(row * 0, width)
+    # First, as nothing may be read ahead of a write; it has most often left the cache, and takes longest.
+    weight = plgpu.load(weight_ref.at[everything], mask=inside, other=0.0)
     x, *others = [plgpu.load(ref.at[row, everything], mask=inside, other=0.0) for ref in term_refs]
     for other in others:
         x = x + other.astype(x.dtype)
     for ref in sum_refs:
         plgpu.store(ref.at[row, everything], x, mask=inside)
-    weight = plgpu.load(weight_ref.at[everything], mask=inside, other=0.0)
     wide = x.astype(jnp.float32)
     normed = (wide * lax.rsqrt(jnp.sum(wide * wide) / D + eps)).astype(out_ref.dtype)
     plgpu.store(out_ref.at[row, everything], weight.astype(out_ref.dtype) * normed, mask=inside)

@@ -4,17 +4,17 @@ The sibling of `ops.linear.project` for decode, where a small weight takes less 
 """
 
 import functools
-import math
 from collections.abc import Sequence
+from math import gcd
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kimi_jax.kernels.approximate import functions
 from kimi_jax.kernels.device import hopper_or_newer
 
 MOST_ROWS = 64
@@ -30,33 +30,31 @@ def supports(x: Float[Array, "*N D"], weight: Float[Array, "*O D"]) -> bool:
 def project_few(
     xs: Sequence[Float[Array, "N _"]],
     weights: Sequence[Float[Array, "_ _"]],
-    out_dtype: DTypeLike | None = None,
     *,
     rows: int | None = None,
     columns: int | None = None,
     stages: int | None = None,
     warps: int | None = None,
-    add: bool | None = None,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "N _"]]:
-    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x or out_dtype. O and D
-    differ with i.
+    """y_i[n, o] = sum_d x_i[n, d] W_i[o, d] for each i, summed in float32, in the dtype of x. O and D differ with i.
 
-    A program takes `rows` rows of one weight, `columns` at a time: the fewest x by multiplying and adding, more by
-    matrix products, `stages` tiles in flight. What is not given is what was fastest on an H200, for the first D.
+    A program takes `rows` rows of one weight, `columns` at a time: a single x by multiplying and adding, more by matrix
+    products, `stages` tiles in flight. What is not given is what was fastest on an H200, for the first D.
 
     Floor: 2 O D bytes a weight.
     """
     N, D = xs[0].shape
-    if N == 1 if add is None else add:
-        kernel, best = _by_adding, (1 if D > 1024 else 16, 256, 1, 1)
+    if N == 1:
+        kernel = functools.partial(_one_row, math=functions(interpret=interpret))
+        best = (1 if D > 1024 else 16, 256, 1, 1)
     else:
-        kernel, best = _by_products, (32, 128, 5, 2) if D > 1024 else (64, 128, 5, 4)
+        kernel, best = _some_rows, (32, 128, 5, 2) if D > 1024 else (64, 128, 5, 4)
     rows, columns, stages, warps = (x or y for x, y in zip((rows, columns, stages, warps), best, strict=True))
-    tiles, dtype = [pl.cdiv(weight.shape[0], rows) for weight in weights], out_dtype or xs[0].dtype
+    tiles = [pl.cdiv(weight.shape[0], rows) for weight in weights]
     return pl.pallas_call(
         functools.partial(_each, run=functools.partial(kernel, rows=rows, columns=columns), tiles=tiles),
-        out_shape=[jax.ShapeDtypeStruct((N, weight.shape[0]), dtype) for weight in weights],
+        out_shape=[jax.ShapeDtypeStruct((N, weight.shape[0]), x.dtype) for x, weight in zip(xs, weights, strict=True)],
         grid=(sum(tiles),),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
@@ -74,25 +72,25 @@ def _each(*refs, run, tiles):
         before += own
 
 
-def _by_adding(x_ref, weight_ref, out_ref, tile, *, rows, columns):
-    (N, D), O = x_ref.shape, weight_ref.shape[0]
-    columns = math.gcd(columns, D)
-    inside = tile * rows + jnp.arange(rows, dtype=jnp.int32) < O
-    sums = [jnp.zeros((rows, columns), jnp.float32)] * N
+def _one_row(x_ref, weight_ref, out_ref, tile, *, rows, columns, math):
+    O, D = weight_ref.shape
+    columns = gcd(columns, D)
+    row = tile * rows + jnp.arange(rows, dtype=jnp.int32)
+    inside = row < O
+    sums = jnp.zeros((rows, columns), jnp.float32)
     for at in range(0, D, columns):
-        weight = _load_rows(weight_ref, tile, inside, at, rows, columns).astype(jnp.float32)
+        weight = _load_rows(weight_ref, tile, inside, at, rows, columns)
         column = jnp.broadcast_to((at + jnp.arange(columns, dtype=jnp.int32))[None, :], (rows, columns))
-        for n in range(N):  # x where the weight's columns are: nothing to exchange
-            x = plgpu.load(x_ref.at[jnp.full_like(column, n), column])
-            sums[n] = sums[n] + weight * x.astype(jnp.float32)
-    for n in range(N):
-        some = out_ref.at[jnp.int32(n), pl.ds(tile * rows, rows)]
-        plgpu.store(some, jnp.sum(sums[n], axis=1).astype(out_ref.dtype), mask=inside)
+        x = plgpu.load(x_ref.at[jnp.zeros_like(column), column])  # where the weight's columns are: nothing to exchange
+        sums = math.add_product(sums, weight, x)
+    plgpu.store(
+        out_ref.at[jnp.int32(0), pl.ds(tile * rows, rows)], jnp.sum(sums, axis=1).astype(out_ref.dtype), mask=inside
+    )
 
 
-def _by_products(x_ref, weight_ref, out_ref, tile, *, rows, columns):
+def _some_rows(x_ref, weight_ref, out_ref, tile, *, rows, columns):
     (N, D), O = x_ref.shape, weight_ref.shape[0]
-    columns, padded = math.gcd(columns, D), max(16, pl.next_power_of_2(N))
+    columns, padded = gcd(columns, D), max(16, pl.next_power_of_2(N))
     inside = tile * rows + jnp.arange(rows, dtype=jnp.int32) < O
     live = jnp.arange(padded, dtype=jnp.int32) < N
     everyone = pl.ds(tile * 0, padded)

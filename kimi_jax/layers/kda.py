@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 from kimi_jax.config import Config
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
-from kimi_jax.layers.projections import project_out, project_together
+from kimi_jax.layers.projections import project_together
 from kimi_jax.ops.kda import mix_heads
-from kimi_jax.ops.linear import project
+from kimi_jax.ops.linear import collect, project
 from sharding_rules import Layout
 from sharding_rules.axes import BATCH, EMBED, KDA_HEADS, LENGTH
 
@@ -94,7 +94,8 @@ class KDA(nnx.Module):
                 state.recurrent, chunk.counts,
             )  # fmt: skip
         with jax.named_scope("kda_output"):
-            return project_out(self.layout, out, self.o), DeltaState(conv, recurrent)
+            y = collect(out, self.o[...])
+            return self.layout.constrain(y, BATCH, LENGTH, EMBED), DeltaState(conv, recurrent)
 
     def _declare_gate(self, config: Config, dtype: DTypeLike) -> None:
         H, K, D = config.kda_num_heads, config.kda_head_dim, config.hidden_size

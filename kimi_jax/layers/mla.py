@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 from kimi_jax.config import Config
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.named import declare
-from kimi_jax.layers.projections import project_out, project_together
+from kimi_jax.layers.projections import project_together
 from kimi_jax.ops.helix import helix_attention
-from kimi_jax.ops.linear import project
+from kimi_jax.ops.linear import collect, project
 from kimi_jax.ops.norm import rms_norm
 from sharding_rules import Layout, stripes
 from sharding_rules.axes import (
@@ -105,7 +105,8 @@ class MLA(nnx.Module):
                 q_nope, q_pe, rows, cache.rows, self.k_b[...], self.v_b[...], chunk.starts, chunk.counts
             )
         with jax.named_scope("mla_output"):
-            return project_out(layout, self._gate(x, out), self.o), LatentCache(new_rows)
+            y = collect(self._gate(x, out), self.o[...])
+            return layout.constrain(y, BATCH, LENGTH, EMBED), LatentCache(new_rows)
 
     def _declare_down(self, config: Config, dtype: DTypeLike) -> None:
         R, P, D = config.kv_lora_rank, config.qk_rope_head_dim, config.hidden_size

@@ -7,7 +7,6 @@ of the ones that are merged, so that flattening keeps it whole.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +24,15 @@ def project(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None)
     return flat.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
-def project_each(
-    xs: Sequence[jax.Array], weights: Sequence[jax.Array], out_dtype: DTypeLike | None = None
-) -> tuple[jax.Array, ...]:
+def project_each(xs: Sequence[jax.Array], weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """`project` of each x by its weight; the leading axes of all x are alike. On CUDA one kernel for few rows."""
 
     def op(*arrays):
-        return tuple(map(partial(project, out_dtype=out_dtype), arrays[: len(xs)], arrays[len(xs) :]))
+        return tuple(map(project, arrays[: len(xs)], arrays[len(xs) :]))
 
     def in_one_kernel(*arrays):
         flat = [array.reshape(-1, array.shape[-1]) for array in arrays]
-        products = kernel.project_few(flat[: len(xs)], flat[len(xs) :], out_dtype)
+        products = kernel.project_few(flat[: len(xs)], flat[len(xs) :])
         return tuple(
             y.reshape(*x.shape[:-1], *weight.shape[:-1]) for x, weight, y in zip(xs, weights, products, strict=True)
         )
@@ -45,10 +42,12 @@ def project_each(
     return jax.lax.platform_dependent(*xs, *weights, cuda=in_one_kernel, default=op)
 
 
-def collect(x: jax.Array, weight: jax.Array) -> jax.Array:
+def collect(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
     """y[n..., o] = sum_i x[n..., i...] weight[o, i...]: the weight's trailing axes, several at once, to one."""
-    leading, size = x.ndim + 1 - weight.ndim, math.prod(weight.shape[1:])
-    return project_each([x.reshape(*x.shape[:leading], size)], [weight.reshape(-1, size)])[0]
+    inner = weight.ndim - 1
+    size = math.prod(weight.shape[1:])
+    flat = _product(x.reshape(-1, size), weight.reshape(-1, size), out_dtype or x.dtype)
+    return flat.reshape(*x.shape[: x.ndim - inner], weight.shape[0])
 
 
 def per_head(x: jax.Array, weight: jax.Array, *, over: int) -> jax.Array:

@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from kimi_jax.kernels import route as kernel
-from kimi_jax.ops.linear import project_each
 
 
 def route(
@@ -73,10 +72,9 @@ def margins(
 
 
 def _logits(x: Float[Array, "N D"], weight: Float[Array, "E D"]) -> Float32[Array, "N E"]:
-    if x.dtype == weight.dtype == jnp.bfloat16:
-        return project_each([x], [weight], jnp.float32)[0]
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return jnp.einsum("nd,ed->ne", x, weight, precision=lax.Precision.HIGHEST)
+    if not x.dtype == weight.dtype == jnp.bfloat16:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return jnp.einsum("nd,ed->ne", x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _scores(
