@@ -51,11 +51,16 @@ def _assembly(text: str, *, operands: int) -> Callable:
     return call
 
 
+# Two elements at a time: a number of bfloat16 is the upper half of one of float32.
+ADD_PRODUCT = (
+    "{.reg .b32 a, b, c, d; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000; shl.b32 c, $5, 16; "
+    "and.b32 d, $5, 0xffff0000; fma.rn.f32 $0, a, c, $2; fma.rn.f32 $1, b, d, $3;}"
+)
+
+
 def _add_product(c, a, b):
-    """Two elements at a time: a number of bfloat16 is the upper half of one of float32."""
     (y,) = plgpu.elementwise_inline_asm(
-        "{.reg .b32 a, b, c, d; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000; shl.b32 c, $5, 16; "
-        "and.b32 d, $5, 0xffff0000; fma.rn.f32 $0, a, c, $2; fma.rn.f32 $1, b, d, $3;}",
+        ADD_PRODUCT,
         args=[c, a, b],
         constraints="=f,=f,f,f,r,r",
         pack=2,

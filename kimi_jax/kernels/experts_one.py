@@ -1,7 +1,7 @@
 """The routed experts for a single token: matrix-vector products, bound by the bytes of its k experts.
 
-The sibling of `ops.experts.experts_grouped` where one token is all there is. Nothing is padded to a matrix unit's tile,
-and the second product weighs and sums what the experts give: nothing of it goes through memory.
+The sibling of `ops.experts.experts_grouped` where one token is all there is. Nothing is padded to a tile of the matrix
+units, and the second product weighs and sums what the experts give, which never goes through memory.
 """
 
 import functools
@@ -29,51 +29,47 @@ def experts_one(
     *,
     activation: Activation,
     first: int | Int[Array, ""] = 0,
-    rows: tuple[int, int] = (1, 1),
-    columns: tuple[int, int] = (256, 256),
-    warps: tuple[int, int] = (1, 1),
+    columns: tuple[int, int] = (256, 1024),
     interpret: bool = False,
 ) -> Float32[Array, "1 D"]:
     """y = sum_k weights[k] * down_e activation(gate_e x, up_e x),  e = chosen[k] - first, 0 <= e < E.
 
-    As `experts_few` for one token, its roundings included, and the order of k. A program takes `rows` rows of the
-    result, `columns` of a weight at a time; each pair is for the first product, then the second.
+    As `experts_few` for one token: its roundings, its order of the k, its `shared`. A program is one warp and gives one
+    number of the hidden or of the result; columns: of a weight that it reads at a time, for the first product and for
+    the second.
 
     Floor: 6 F D bytes for each expert that the token chose.
     """
-    math = functions(interpret=interpret)
     (_, k), D, F = chosen.shape, x.shape[1], down.shape[2]
     first = jnp.asarray(first, jnp.int32).reshape(1)
-    more = 0 if shared is None else 1
+    experts = k if shared is None else k + 1
     shared_gate_up, shared_down = ((), ()) if shared is None else ((shared[0],), (shared[1],))
-    hidden = pl.pallas_call(
-        functools.partial(_gate_up, activation=activation, rows=rows[0], columns=columns[0], math=math),
-        out_shape=jax.ShapeDtypeStruct((k + more, F), x.dtype),
-        grid=(F // rows[0], k + more),
-        compiler_params=plgpu.CompilerParams(num_warps=warps[0], num_stages=1),
-        interpret=interpret,
+    math, params = functions(interpret=interpret), plgpu.CompilerParams(num_warps=1, num_stages=1)
+    gate_up_sums, down_sums = (functools.partial(_sums, columns=some, math=math) for some in columns)
+    call = functools.partial(pl.pallas_call, compiler_params=params, interpret=interpret)
+    hidden = call(
+        functools.partial(_gate_up, activation=activation, sums=gate_up_sums),
+        out_shape=jax.ShapeDtypeStruct((experts, F), x.dtype),
+        grid=(F, experts),
         name="experts_one_gate_up",
     )(x, chosen, first, gate_up, *shared_gate_up)
-    return pl.pallas_call(
-        functools.partial(_down, rows=rows[1], columns=columns[1], math=math),
+    return call(
+        functools.partial(_down, sums=down_sums),
         out_shape=jax.ShapeDtypeStruct((1, D), jnp.float32),
-        grid=(D // rows[1],),
-        compiler_params=plgpu.CompilerParams(num_warps=warps[1], num_stages=1),
-        interpret=interpret,
+        grid=(D,),
         name="experts_one_down",
     )(hidden, chosen, weights, first, down, *shared_down)
 
 
-def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, rows, columns, math):
+def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, sums):
     *shared_ref, hidden_ref = refs
-    choice, k, dtype = pl.program_id(1), chosen_ref.shape[1], hidden_ref.dtype
-    row = pl.program_id(0) * rows
+    row, choice = pl.program_id(0), pl.program_id(1)
+    k, dtype, gate, up = chosen_ref.shape[1], hidden_ref.dtype, jnp.int32(0), jnp.int32(1)
 
-    def run(ref, *index):
-        parts = [(*index, jnp.int32(part)) for part in (0, 1)]
-        gate, up = _products(ref, parts, row, x_ref, choice * 0, rows=rows, columns=columns, math=math)
-        hidden = activation(gate.astype(dtype), up.astype(dtype))
-        plgpu.store(hidden_ref.at[choice, pl.ds(row, rows)], hidden)
+    def run(ref, *expert):
+        rows = [(ref, (*expert, part, row)) for part in (gate, up)]
+        gate_sum, up_sum = sums(rows, (x_ref, (choice * 0,)))
+        hidden_ref[choice, row] = activation(gate_sum.astype(dtype), up_sum.astype(dtype))
 
     if shared_ref:
         pl.when((choice == k) & (row < shared_ref[0].shape[1]))(lambda: run(shared_ref[0]))
@@ -82,32 +78,30 @@ def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, rows,
     pl.when(held)(lambda: run(gate_up_ref, expert))
 
 
-def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, rows, columns, math):
+def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, sums):
     *shared_ref, out_ref = refs
-    row, k, dtype = pl.program_id(0) * rows, chosen_ref.shape[1], hidden_ref.dtype
-    run = functools.partial(_products, rows=rows, columns=columns, math=math)
-    total = jnp.zeros((rows,), jnp.float32)
+    row, k, dtype = pl.program_id(0), chosen_ref.shape[1], hidden_ref.dtype
+    total = jnp.float32(0)
     for choice in range(k):  # what is not held is not read: a branch would make each expert wait for the one before
         expert = chosen_ref[0, choice] - first_ref[0]
         held = (expert >= 0) & (expert < down_ref.shape[0])
-        (out,) = run(down_ref, [(jnp.where(held, expert, 0),)], row, hidden_ref, jnp.int32(choice), mask=held)
+        (out,) = sums([(down_ref, (jnp.where(held, expert, 0), row))], (hidden_ref, (jnp.int32(choice),)), mask=held)
         total += jnp.where(held, weights_ref[0, choice] * out.astype(dtype).astype(jnp.float32), 0.0)
     if shared_ref:
-        total += run(shared_ref[0], [()], row, hidden_ref, jnp.int32(k))[0]
-    plgpu.store(out_ref.at[row * 0, pl.ds(row, rows)], total)
+        total += sums([(shared_ref[0], (row,))], (hidden_ref, (jnp.int32(k),)))[0]
+    out_ref[0, row] = total
 
 
-def _products(ref, indices, row, x_ref, x_row, *, rows, columns, math, mask=True):
-    """sum_c ref[*index, row + r, c] x[x_row, c] for each index, float32 [rows]; where the mask is False, 0, unread."""
-    width = ref.shape[-1]
+def _sums(rows, x, *, columns, math, mask=True):
+    """sum_c row[c] x[c] for each row, float32; where the mask is False, 0, unread. A row, and x, are a reference and
+    the indices in front of the last.
+    """
+    width = rows[0][0].shape[-1]
     columns = gcd(columns, width)
-    mask = jnp.broadcast_to(jnp.asarray(mask), (rows, columns))
-    sums = [jnp.zeros((rows, columns), jnp.float32)] * len(indices)
+    mask = jnp.broadcast_to(jnp.asarray(mask), (columns,))
+    totals = [jnp.zeros((columns,), jnp.float32)] * len(rows)
     for at in range(0, width, columns):
-        column = jnp.broadcast_to((at + jnp.arange(columns, dtype=jnp.int32))[None, :], (rows, columns))
-        # x where the weight's columns are: nothing to exchange
-        x = plgpu.load(x_ref.at[jnp.full_like(column, x_row), column], mask=mask, other=0.0)
-        for i, index in enumerate(indices):
-            some = ref.at[(*index, pl.ds(row, rows), pl.ds(at, columns))]
-            sums[i] = math.add_product(sums[i], plgpu.load(some, mask=mask, other=0.0), x)
-    return [jnp.sum(total, axis=1) for total in sums]
+        some = pl.ds(at, columns)
+        x_part, *parts = (plgpu.load(ref.at[(*index, some)], mask=mask, other=0.0) for ref, index in (x, *rows))
+        totals = [math.add_product(total, part, x_part) for total, part in zip(totals, parts, strict=True)]
+    return [jnp.sum(total) for total in totals]

@@ -26,8 +26,8 @@ Stored = tuple[Float[Array, "B T D"], ...]
 
 
 class Block(nnx.Module):
-    """attend: attention(RMS(h));  feed: ffn(RMS(h));  h a sum of one or two terms, which is handed back. Which sums there
-    are is the decoder's part.
+    """attend: attention(RMS(h));  feed: ffn(RMS(h));  h is the sum of one term or two, and is handed back. Which sums
+    there are is the decoder's part.
 
     run(module, *args): how attention and ffn are called; whoever owns the decoder may put something around it.
     """

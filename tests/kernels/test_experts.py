@@ -10,12 +10,13 @@ import pytest
 from kimi_jax.kernels import fp4
 from kimi_jax.kernels.experts_few import experts_few
 from kimi_jax.kernels.experts_few_packed import BFLOAT16_TOKENS, experts_few_packed
-from kimi_jax.kernels.experts_one import experts_one
 from kimi_jax.kernels.experts_many import experts_many, experts_many_packed
+from kimi_jax.kernels.experts_one import experts_one
 from kimi_jax.ops import mxfp4
 from kimi_jax.ops.activations import swiglu
 from kimi_jax.ops.experts import experts_dense
 from kimi_jax.ops.gated_mlp import gated_mlp
+from tests.kernels.assembly import carried_out
 
 K, HELD, ALL, F, D = 3, 4, 9, 64, 128
 BLOCKS = (64, 64, 64, 32)
@@ -52,12 +53,12 @@ def _error(got, x, chosen, weights, gate_up, down, first):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize(("which", "rows"), [(0, 1), (1, 4), (2, 1)])
-def test_one_token_kernel_equals_dense_and_the_one_for_few(which, rows):
+@pytest.mark.parametrize("which", range(K))
+def test_one_token_kernel_equals_dense_and_the_one_for_few(which):
     """Of 9 experts 4 are held, from the first, second or third of those that the token chose on."""
     case = _case(1)
     first = jnp.sort(case[1][0])[which]
-    got = _run(experts_one, *case, first=first, rows=(rows, rows))
+    got = _run(experts_one, *case, first=first, columns=(64, 32))
     assert _error(got, *case, first) < 1e-2
     few = _run(experts_few, *case, first=first, blocks=BLOCKS)
     np.testing.assert_allclose(got, few, rtol=2**-7, atol=2**-7)
@@ -159,28 +160,6 @@ def test_numbers_of_halves_are_the_dequantised_numbers_without_their_scale(dtype
     _assert_split([x / fp4.unit(dtype, interpret=True) for x in parts], mxfp4.dequantise(packed, one, jnp.bfloat16))
 
 
-INSTRUCTIONS = {
-    "mov": lambda a: a,
-    "shl": lambda a, n: a << n,
-    "shr": lambda a, n: a >> n,
-    "and": lambda a, b: a & b,
-    "mul": lambda a, b: a * b,
-    "lop3": lambda a, b, c, table: (a & c) | (b & ~c) if table == 0xE4 else None,
-}
-
-
-def _carried_out(text, register):
-    """What instructions in text make of uint32s in $1."""
-    held = {"$1": register}
-    for line in text.strip("{} ").split(";"):
-        name, *operands = line.replace(",", " ").split() or [".reg"]
-        if not name.startswith("."):
-            to, *of = operands
-            of = [held[x] if x in held else np.uint32(int(x, 0)) for x in of]
-            held[to] = INSTRUCTIONS[name.split(".")[0]](*of)
-    return held["$0"]
-
-
 @pytest.mark.parametrize(
     ("texts", "dtype", "unit"),
     [(fp4.OF_HALVES, jnp.bfloat16, 2.0**-126), (fp4.OF_HALVES_FLOAT16, jnp.float16, 2.0**-14)],
@@ -188,7 +167,7 @@ def _carried_out(text, register):
 def test_the_instructions_make_the_numbers_that_interpret_mode_makes(texts, dtype, unit):
     halves = np.arange(1 << 16, dtype=np.uint16)
     with np.errstate(over="ignore"):
-        made = [_carried_out(text.replace("{{", "{"), halves.view(np.uint32)) for text in texts]
+        made = [carried_out(text.replace("{{", "{"), {"$1": halves.view(np.uint32)})["$0"] for text in texts]
     want = fp4.numbers(jnp.asarray(halves), jnp.float32, interpret=True)
     for got, number in zip(made, want, strict=True):
         got = got.view(np.uint16).view(jnp.dtype(dtype)).astype(np.float64)

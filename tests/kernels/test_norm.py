@@ -1,5 +1,7 @@
 """The norm kernels, interpreted, against `ops.norm`."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,10 +21,19 @@ def _arrays(dtype):
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-6)])
 def test_the_kernel_equals_the_op(dtype, rtol, terms):
     *both, weight = _arrays(dtype)
-    got = kernel.sum_rms_norm_rows(both[:terms], weight, EPS, interpret=True)
-    for got, want in zip(got, norm.sum_rms_norm(both[:terms], weight, EPS), strict=True):
+    ours = kernel.sum_rms_norm_rows(both[:terms], weight, EPS, interpret=True)
+    for got, want in zip(ours, norm.sum_rms_norm(both[:terms], weight, EPS), strict=True):
         assert got.dtype == want.dtype and got.shape == want.shape
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=rtol)
+
+
+def test_a_term_of_another_dtype_is_rounded_before_it_is_added():
+    x, y, weight = _arrays(jnp.bfloat16)
+    wide = y.astype(jnp.float32) * 1.003
+    for run in norm.sum_rms_norm, partial(kernel.sum_rms_norm_rows, interpret=True):
+        for got, want in zip(run((x, wide), weight, EPS), run((x, wide.astype(x.dtype)), weight, EPS), strict=True):
+            assert got.dtype == x.dtype
+            np.testing.assert_array_equal(got, want)
 
 
 def test_long_short_and_many_rows_stay_with_the_op():
