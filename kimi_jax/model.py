@@ -72,6 +72,7 @@ class Stream(NamedTuple):
 
     @property
     def h(self) -> Float[Array, "B T D"]:
+        """The running sum itself."""
         return sum_terms(self.terms)
 
 
