@@ -63,8 +63,9 @@ def sizes(config: Config, layout: Layout) -> list[Size]:
 
 
 class Stream(NamedTuple):
-    """The residual stream behind a layer: the terms of the running sum h, which whoever reads it next adds up on the
-    way, and earlier sums that were stored (Attention Residuals).
+    """The residual stream behind a layer: the terms of the running sum h, which the next norm adds up on its way (the
+    first in the activations' dtype, what the feed-forward adds in float32), and earlier sums that were stored
+    (Attention Residuals).
     """
 
     terms: Terms
@@ -96,7 +97,7 @@ class Transformer(nnx.Module):
         self, tokens: Int[Array, "B T"], chunk: Chunk, caches: tuple[LayerCache, ...]
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
         """Hidden states of the fed tokens, ready for `head`, and the caches after them."""
-        walked = list(self.walk(Stream((self.enter(tokens, chunk),)), chunk, caches))
+        walked = list(self.walk(self.enter(tokens, chunk), chunk, caches))
         return self.finish(walked[-1][0]), tuple(cache for _, cache in walked)
 
     def walk(self, stream: Stream, chunk: Chunk, caches: tuple[LayerCache, ...]) -> Iterator[tuple[Stream, LayerCache]]:
@@ -116,14 +117,15 @@ class Transformer(nnx.Module):
     ) -> tuple[Stream, LayerCache]:
         """h <- h + attention(RMS(h)),  h <- h + ffn(RMS(h))."""
         h, attended, cache = block.attend(stream.terms, cache, chunk)
-        return Stream(block.feed((h, attended))), cache
+        h, fed = block.feed((h, attended))
+        return Stream((h, fed)), cache
 
-    def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Float[Array, "B T D"]:
+    def enter(self, tokens: Int[Array, "B T"], chunk: Chunk) -> Stream:
         """E[tokens]; padding enters as zeros, so whatever its embedding holds can reach nobody."""
         axis, at = self.layout.mesh_axes(VOCAB), (BATCH, LENGTH)
         with jax.named_scope("embed"):
             look_up = self.layout.per_shard(partial(embed, axis=axis), [(VOCAB, EMBED), at, at], (*at, EMBED))
-            return look_up(self.embed[...], tokens, chunk.live(tokens.shape[1]))
+            return Stream((look_up(self.embed[...], tokens, chunk.live(tokens.shape[1])),))
 
     def finish(self, stream: Stream) -> Float[Array, "B T D"]:
         """The final norm."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.moe import MoE
-from kimi_jax.model import Stream, Transformer
+from kimi_jax.model import Transformer
 from kimi_jax.sampling import Sampling, row_keys, token_logprobs
 from kimi_jax.state import Cache
 
@@ -53,7 +53,7 @@ def observe(
     """Feed tokens as `extend` does, and look on."""
     heard = overhear(decoder, MoE.margins)
     chunk = Chunk(cache.lengths, counts)
-    entered = Stream((decoder.enter(tokens, chunk),))
+    entered = decoder.enter(tokens, chunk)
     streams, layers = zip(*decoder.walk(entered, chunk, cache.layers), strict=True)
     hidden = jnp.stack([stream.h for stream in (entered, *streams)])
     margins = jnp.stack(heard) if heard else jnp.zeros((0, *tokens.shape))

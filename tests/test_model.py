@@ -11,7 +11,6 @@ from flax import nnx
 import kimi_jax
 from kimi_jax.generation.generate import feed
 from kimi_jax.layers.chunk import Chunk
-from kimi_jax.model import Stream
 from tests import layouts
 from tests.helpers import golden, logits_of_each, relative_rms, worst
 
@@ -26,8 +25,7 @@ def hidden_states(model: kimi_jax.Model, ids: np.ndarray) -> list[np.ndarray]:
     def walk(params, cache):
         decoder = nnx.merge(model.graph, params)
         chunk = Chunk(cache.lengths, jnp.full((1,), len(ids), jnp.int32))
-        stream = Stream((decoder.enter(tokens, chunk),))
-        return [stream.h for stream, _ in decoder.walk(stream, chunk, cache.layers)]
+        return [stream.h for stream, _ in decoder.walk(decoder.enter(tokens, chunk), chunk, cache.layers)]
 
     with jax.set_mesh(model.mesh):
         return [np.asarray(h[0]) for h in jax.jit(walk)(model.params, cache)]
@@ -60,6 +58,22 @@ def test_hidden_state_after_each_layer_equals_the_oracle(models):
     assert len(hidden) == len(gold["hidden_1"]) == model.config.num_hidden_layers
     for mine, wanted in zip(hidden, gold["hidden_1"], strict=True):
         assert worst(mine, wanted) <= LOGITS
+
+
+@pytest.mark.parametrize("config", [layouts.SMALL, layouts.SMALL_K3], ids=["Kimi Linear", "K3"])
+def test_the_residual_stream_stays_in_the_models_dtype(config):
+    """What the feed-forward adds is float32: its sum with the stream is not."""
+    model = kimi_jax.random_model(config, dtype="bfloat16")
+    chunk = Chunk(jnp.zeros(1, jnp.int32), jnp.full((1,), 3, jnp.int32))
+
+    def walk(params, cache):
+        decoder = nnx.merge(model.graph, params)
+        streams = [stream for stream, _ in decoder.walk(decoder.enter(jnp.zeros((1, 3), int), chunk), chunk, cache)]
+        return [stream.h for stream in streams], decoder.finish(streams[-1])
+
+    with jax.set_mesh(model.mesh):
+        seen = jax.eval_shape(walk, model.params, model.new_state(1, 3).take().layers)
+    assert {x.dtype for x in jax.tree.leaves(seen)} == {jnp.dtype("bfloat16")}
 
 
 def test_bfloat16_stays_near_the_oracle(tiny):

@@ -1,4 +1,6 @@
-"""The GPU's own approximations of elementary functions in float32: single instructions, for kernels bound by them."""
+"""The GPU's own instructions, for kernels bound by them: fast approximations of elementary functions, and
+multiplications fused with additions, which XLA does not let Triton fuse.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,15 +11,15 @@ from jax.experimental.pallas import triton as plgpu
 
 
 class Functions(NamedTuple):
-    """Elementary functions of float32 arrays; one that is smaller than the normal numbers may come out as zero."""
+    """Functions of float32 arrays, but the last; what is smaller than the normal numbers may come out as zero."""
 
     exp2: Callable
     log2: Callable
     reciprocal: Callable
     rsqrt: Callable
     decay: Callable  # a, b -> 2^-|a - b|
-    multiply_add: Callable  # a, b, c -> a b + c, rounded once; broadcasts
-    add_product: Callable  # c, a, b -> c + a b, rounded once, of bfloat16 a and b
+    multiply_add: Callable  # a, b, c -> a b + c; broadcasts
+    multiply_add_bfloat16: Callable  # a, b, c -> a b + c of bfloat16 a and b, an even number a thread
 
     def sigmoid(self, x):
         """1 / (1 + e^-x), within 4 units in the last place."""
@@ -52,17 +54,17 @@ def _assembly(text: str, *, operands: int) -> Callable:
 
 
 # Two elements at a time: a number of bfloat16 is the upper half of one of float32.
-ADD_PRODUCT = (
-    "{.reg .b32 a, b, c, d; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000; shl.b32 c, $5, 16; "
-    "and.b32 d, $5, 0xffff0000; fma.rn.f32 $0, a, c, $2; fma.rn.f32 $1, b, d, $3;}"
+MULTIPLY_ADD_BFLOAT16 = (
+    "{.reg .b32 a, b, c, d; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; shl.b32 c, $3, 16; "
+    "and.b32 d, $3, 0xffff0000; fma.rn.f32 $0, a, c, $4; fma.rn.f32 $1, b, d, $5;}"
 )
 
 
-def _add_product(c, a, b):
+def _multiply_add_bfloat16(a, b, c):
     (y,) = plgpu.elementwise_inline_asm(
-        ADD_PRODUCT,
-        args=[c, a, b],
-        constraints="=f,=f,f,f,r,r",
+        MULTIPLY_ADD_BFLOAT16,
+        args=[a, b, c],
+        constraints="=f,=f,r,r,f,f",
         pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(c.shape, jnp.float32)],
     )
@@ -80,8 +82,8 @@ APPROXIMATE = Functions(
         "ex2.approx.ftz.f32 $0, t;}",
         operands=2,
     ),
-    multiply_add=_assembly("fma.rn.f32 $0, $1, $2, $3;", operands=3),  # XLA lets Triton fuse none of its own
-    add_product=_add_product,
+    multiply_add=_assembly("fma.rn.f32 $0, $1, $2, $3;", operands=3),
+    multiply_add_bfloat16=_multiply_add_bfloat16,
 )
 PLAIN = Functions(
     exp2=jnp.exp2,
@@ -90,5 +92,5 @@ PLAIN = Functions(
     rsqrt=jax.lax.rsqrt,
     decay=lambda a, b: jnp.exp2(-jnp.abs(a - b)),
     multiply_add=lambda a, b, c: a * b + c,
-    add_product=lambda c, a, b: c + a.astype(jnp.float32) * b.astype(jnp.float32),
+    multiply_add_bfloat16=lambda a, b, c: a.astype(jnp.float32) * b.astype(jnp.float32) + c,
 )

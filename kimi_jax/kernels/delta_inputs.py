@@ -43,7 +43,7 @@ def prepare(
     B, T, H, _, K = qkv.shape
     return pl.pallas_call(
         functools.partial(
-            _prepare, chunks=chunks, ahead=ahead, lower_bound=lower_bound, about=functions(interpret=interpret)
+            _prepare, chunks=chunks, ahead=ahead, lower_bound=lower_bound, fast=functions(interpret=interpret)
         ),
         out_shape=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), jax.ShapeDtypeStruct((B, T, H, K), jnp.float32)),
         grid=((DECAYS + 1) * H, pl.cdiv(T, chunks * CHUNK), B),
@@ -55,7 +55,7 @@ def prepare(
 
 def _prepare(
     qkv_ref, f_ref, conv_weight_ref, a_log_ref, dt_bias_ref, conv_ref, counts_ref, mixed_ref, g_ref, *,
-    chunks, ahead, lower_bound, about,
+    chunks, ahead, lower_bound, fast,
 ):  # fmt: skip
     h, part = pl.program_id(0) // (DECAYS + 1), pl.program_id(0) % (DECAYS + 1)
     row = pl.program_id(2)
@@ -63,14 +63,14 @@ def _prepare(
 
     @pl.when(part < DECAYS)
     def _():
-        _mix(qkv_ref, conv_weight_ref, conv_ref, counts_ref, mixed_ref, row, first, h, part, ahead, about)
+        _mix(qkv_ref, conv_weight_ref, conv_ref, counts_ref, mixed_ref, row, first, h, part, ahead, fast)
 
     @pl.when(part == DECAYS)
     def _():
-        _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, about)
+        _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, fast)
 
 
-def _mix(qkv_ref, weight_ref, history_ref, counts_ref, mixed_ref, row, first, h, part, ahead, about: Functions):
+def _mix(qkv_ref, weight_ref, history_ref, counts_ref, mixed_ref, row, first, h, part, ahead, fast: Functions):
     """y[t] = silu(sum_j weight[j] x[t - (W - 1) + j]) for the chunks that start at `first`; y / |y| of q and k."""
     (T, K), width = (qkv_ref.shape[1], qkv_ref.shape[-1]), weight_ref.shape[-1]
     weight = [weight_ref[h, part, :, j].astype(jnp.float32)[None, :] for j in range(width)]
@@ -92,9 +92,9 @@ def _mix(qkv_ref, weight_ref, history_ref, counts_ref, mixed_ref, row, first, h,
             window = (*window, new[n].astype(jnp.float32))
             y = weight[0] * window[0]
             for w, x in zip(weight[1:], window[1:], strict=True):
-                y = about.multiply_add(w, x, y)
-            y = jnp.where((token + n < count)[:, None], y * about.sigmoid(y), 0.0)
-            norm = about.rsqrt(jnp.sum(y * y, axis=-1) + 1e-6) * scale
+                y = fast.multiply_add(w, x, y)
+            y = jnp.where((token + n < count)[:, None], y * fast.sigmoid(y), 0.0)
+            norm = fast.rsqrt(jnp.sum(y * y, axis=-1) + 1e-6) * scale
             y = y * jnp.where(normed, norm, 1.0)[:, None]
             _store_tokens(mixed_ref, y, token + n < T, row, token + n, h, part)
             window = window[1:]
@@ -103,18 +103,18 @@ def _mix(qkv_ref, weight_ref, history_ref, counts_ref, mixed_ref, row, first, h,
     lax.fori_loop(0, CHUNK // ahead, some, tuple(before(j) for j in range(width - 1)))
 
 
-def _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, about: Functions):
+def _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h, ahead, lower_bound, fast: Functions):
     """The running sums of the decays' logarithms in the chunks that start at `first`."""
     T = f_ref.shape[1]
     count, dt_bias = counts_ref[row], dt_bias_ref[h, :][None, :] * LOG2E
-    a = about.exp2(jnp.full((1, 1), a_log_ref[h] * LOG2E, jnp.float32))
+    a = fast.exp2(jnp.full((1, 1), a_log_ref[h] * LOG2E, jnp.float32))
 
     def some(i, total):
         token = first + i * ahead
         new = [_load_tokens(f_ref, token + n < T, row, token + n, h) for n in range(ahead)]
         for n in range(ahead):
-            z = about.multiply_add(new[n].astype(jnp.float32), LOG2E, dt_bias)
-            g = jnp.maximum(_log2_decay(z, a, lower_bound, about), STRONGEST * LOG2E)
+            z = fast.multiply_add(new[n].astype(jnp.float32), LOG2E, dt_bias)
+            g = jnp.maximum(_log2_decay(z, a, lower_bound, fast), STRONGEST * LOG2E)
             total += jnp.where((token + n < count)[:, None], g, 0.0)
             _store_tokens(g_ref, total, token + n < T, row, token + n, h)
         return total
@@ -122,11 +122,11 @@ def _sum_decays(f_ref, a_log_ref, dt_bias_ref, counts_ref, g_ref, row, first, h,
     lax.fori_loop(0, CHUNK // ahead, some, jnp.zeros((first.shape[0], f_ref.shape[-1]), jnp.float32))
 
 
-def _log2_decay(z, a, lower_bound: float | None, about: Functions):
+def _log2_decay(z, a, lower_bound: float | None, fast: Functions):
     """`gates.log_decay` in binary logarithms, its z too: -a log2(1 + 2^z), or K3's lower_bound / (1 + 2^(-a z))."""
     if lower_bound is None:
-        return -a * (jnp.maximum(z, 0.0) + about.log2(1.0 + about.exp2(-jnp.abs(z))))
-    return lower_bound * LOG2E * about.reciprocal(1.0 + about.exp2(-a * z))
+        return -a * (jnp.maximum(z, 0.0) + fast.log2(1.0 + fast.exp2(-jnp.abs(z))))
+    return lower_bound * LOG2E * fast.reciprocal(1.0 + fast.exp2(-a * z))
 
 
 def _load_tokens(ref, mask, row, token, h, *part):

@@ -58,13 +58,13 @@ def within_chunks(
 def _tiles(mixed, g, b, *, width: int = 32, warps: int = 1, interpret: bool):
     """The blocks of TILE x TILE on the diagonals of (I + A)^-1 and M, [B M H C TILE]; `width` channels at a time."""
     B, T, H = g.shape[:3]
-    M, about = pl.cdiv(T, CHUNK), functions(interpret=interpret)
+    M, fast = pl.cdiv(T, CHUNK), functions(interpret=interpret)
 
     def struct(dtype):
         return jax.ShapeDtypeStruct((B, M, H, CHUNK, TILE), dtype)
 
     return pl.pallas_call(
-        functools.partial(_tile, width=width, about=about),
+        functools.partial(_tile, width=width, fast=fast),
         out_shape=(struct(jnp.float32), struct(mixed.dtype)),
         grid=(M * (CHUNK // TILE), H, B),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
@@ -73,7 +73,7 @@ def _tiles(mixed, g, b, *, width: int = 32, warps: int = 1, interpret: bool):
     )(mixed, g, b)
 
 
-def _tile(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref, *, width, about):
+def _tile(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref, *, width, fast):
     tile, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     first = tile * TILE
     t, j = _token_pairs(TILE)
@@ -81,12 +81,12 @@ def _tile(mixed_ref, g_ref, b_ref, inverse_ref, mixing_ref, *, width, about):
     def channels(n, products):
         part = pl.ds(n * width, width)
         q, k, g = _load_qkg(mixed_ref, g_ref, row, first, TILE, h, part)
-        keys, queries = _meet(products, q, k, g, g_ref, row, first, h, n * width, 0, TILE_LEVELS, about)
+        keys, queries = _meet(products, q, k, g, g_ref, row, first, h, n * width, 0, TILE_LEVELS, fast)
         return keys, queries + jnp.where(t == j, _dot_t(q, k), 0.0)
 
     zero = jnp.zeros((TILE, TILE), jnp.float32)
     keys, queries = lax.fori_loop(0, g_ref.shape[-1] // width, channels, (zero, zero))
-    a = _beta(b_ref, row, first, TILE, h, about)[:, None] * keys
+    a = _beta(b_ref, row, first, TILE, h, fast)[:, None] * keys
     inverse = jnp.where(t == j, 1.0, 0.0) - jnp.where(_halves_meet(t, j, 0), a, 0.0)
     m, here = tile // (CHUNK // TILE), pl.ds(tile % (CHUNK // TILE) * TILE, TILE)
     inverse_ref[row, m, h, here, :] = _merge_inverses(inverse, a, t, j, 1, TILE_LEVELS)
@@ -117,22 +117,22 @@ def _chunk(
     erasers_ref, readers_ref, writers_ref, values_ref, mixing_ref, decay_ref, *, width, interpret,
 ):  # fmt: skip
     m, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    (T, K), dtype, about = (g_ref.shape[1], g_ref.shape[-1]), mixed_ref.dtype, functions(interpret=interpret)
+    (T, K), dtype, fast = (g_ref.shape[1], g_ref.shape[-1]), mixed_ref.dtype, functions(interpret=interpret)
     first = m * CHUNK
     t, j = _token_pairs(CHUNK)
-    beta = _beta(b_ref, row, first, CHUNK, h, about)
+    beta = _beta(b_ref, row, first, CHUNK, h, fast)
 
     def channels(n, products):
         part = pl.ds(n * width, width)
         q, k, g = _load_qkg(mixed_ref, g_ref, row, first, CHUNK, h, part)
-        products = _meet(products, q, k, g, g_ref, row, first, h, n * width, TILE_LEVELS, LEVELS, about)
-        through = about.exp2(g)
+        products = _meet(products, q, k, g, g_ref, row, first, h, n * width, TILE_LEVELS, LEVELS, fast)
+        through = fast.exp2(g)
         readers_ref[row, m, h, :, part] = (q.astype(jnp.float32) * through).astype(dtype)
         k = k.astype(jnp.float32)
         erasers_ref[row, m, h, :, part] = (k * through).astype(dtype)  # not yet: it waits there for the inverse
         total = plgpu.load(g_ref.at[row, jnp.minimum(first + CHUNK, T) - 1, h, part])
-        writers_ref[row, m, h, :, part] = (k * about.exp2(total[None, :] - g)).astype(dtype)
-        decay_ref[row, m, h, part] = about.exp2(total)
+        writers_ref[row, m, h, :, part] = (k * fast.exp2(total[None, :] - g)).astype(dtype)
+        decay_ref[row, m, h, part] = fast.exp2(total)
         return products
 
     zero = jnp.zeros((CHUNK, CHUNK), jnp.float32)
@@ -157,7 +157,7 @@ def _chunk(
     lax.fori_loop(0, K // width, solved, None)
 
 
-def _meet(products, q, k, g, g_ref, row, first, h, channel, low, high, about: Functions):
+def _meet(products, q, k, g, g_ref, row, first, h, channel, low, high, fast: Functions):
     """Add to (sum_K k[t] k[j] 2^(G[t] - G[j]), of q likewise) the pairs that first meet at a level in [low, high).
 
     Token t meets the tokens j in the largest block in which they are in different halves: 2^(G[t] - G[j]) is then
@@ -171,7 +171,7 @@ def _meet(products, q, k, g, g_ref, row, first, h, channel, low, high, about: Fu
         keys, queries = products
         middle = jnp.minimum(first + (token >> (i + 1) << (i + 1)) + (1 << i), g_ref.shape[1]) - 1
         at = tuple(jnp.broadcast_to(x, g.shape) for x in (row, middle[:, None], h, channels))
-        decay = about.decay(g, plgpu.load(g_ref.at[at])).astype(k.dtype)
+        decay = fast.decay(g, plgpu.load(g_ref.at[at])).astype(k.dtype)
         of_keys, meet = k * decay, _halves_meet(t, j, i)
         keys += jnp.where(meet, _dot_t(of_keys, of_keys), 0.0)
         queries += jnp.where(meet, _dot_t(q * decay, of_keys), 0.0)
@@ -214,9 +214,9 @@ def _load(ref, row, first, tokens, h, *rest):
     return plgpu.load(at, mask=jnp.broadcast_to(inside, at.shape), other=0.0)
 
 
-def _beta(b_ref, row, first, tokens, h, about: Functions):
+def _beta(b_ref, row, first, tokens, h, fast: Functions):
     b = plgpu.load(b_ref.at[row, pl.ds(first, tokens), h], mask=_inside(b_ref, first, tokens), other=0.0)
-    return about.sigmoid(b.astype(jnp.float32))
+    return fast.sigmoid(b.astype(jnp.float32))
 
 
 def _inside(ref, first, tokens):

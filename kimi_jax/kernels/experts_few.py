@@ -1,8 +1,8 @@
 """The routed experts for few tokens: bound by the bytes of the experts that were hit, each read once.
 
-The sibling of `ops.experts.experts_grouped` for up to 64 tokens. No sorting, no gathering: a program takes one expert's
-rows of a weight and multiplies all tokens by them, which costs nothing while memory is what it waits for, and stores
-only the results of the tokens that chose this expert.
+The sibling of `ops.experts.experts_grouped` for 2 to 64 tokens (`experts_one` takes one). No sorting, no gathering: a
+program takes one expert's rows of a weight and multiplies all tokens by them, which costs nothing while memory is what
+it waits for, and stores only the results of the tokens that chose this expert.
 """
 
 import functools
@@ -22,12 +22,12 @@ Activation = Callable[[Array, Array], Array]
 
 
 def supports(x: Float[Array, "N D"], hidden: int) -> bool:
-    """Whether these kernels can stand in: few bfloat16 tokens, widths in whole blocks."""
+    """Whether these kernels, or `experts_one`, can stand in: few bfloat16 tokens, widths in whole blocks."""
     return x.shape[0] <= MOST_TOKENS and supports_widths(x, hidden)
 
 
 def supports_shared(hidden: int, shared: int) -> bool:
-    """Whether `experts_few` can take shared experts of this hidden width along."""
+    """Whether `experts_few` and `experts_one` can take shared experts of this hidden width along."""
     return shared % 256 == 0 and shared <= hidden
 
 

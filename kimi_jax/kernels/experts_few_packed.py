@@ -8,6 +8,7 @@ in the places of the other groups.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 
 from kimi_jax.kernels import fp4
+from kimi_jax.kernels.approximate import functions
 from kimi_jax.kernels.experts_few import Activation, store_columns
 from kimi_jax.kernels.experts_product import weighted_sum
 
@@ -175,6 +177,7 @@ def _columns(of_tokens):
 def _products(codes_ref, scale_ref, experts_rows, row, load_x, factor, rows, interpret):
     """factor sum_c weight[*index, row + r, c] x[n, c] for each index of `experts_rows`, float32 [rows, TOKENS]."""
     some, rounds = pl.ds(row, rows), codes_ref.shape[-1] // (PIECES * ELEMENTS)
+    multiply_add = functions(interpret=interpret).multiply_add
 
     def load_scales(i):
         here = pl.ds(jnp.minimum(i, rounds - 1) * PIECES, PIECES)
@@ -197,7 +200,7 @@ def _products(codes_ref, scale_ref, experts_rows, row, load_x, factor, rows, int
                     lax.dot_general(w, x, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
                     for w, x in zip(fp4.numbers(halves, dtype, interpret), xs, strict=True)
                 )
-                totals[n] = _add_product(totals[n], part * lowered, scales[n][piece], interpret)  # so nothing overflows
+                totals[n] = multiply_add(part * lowered, scales[n][piece], totals[n])  # so nothing overflows
         return tuple(totals), coming
 
     zero = jnp.zeros((rows, COLUMNS), jnp.float32)
@@ -215,17 +218,9 @@ def _powers(words, interpret):
         scales = [(lax.shift_right_logical(word, bit) & 255) << 23 for word in pieces]
         return [lax.bitcast_convert_type(scale, jnp.float32) for scale in scales]
     rotate = "shf.l.wrap.b32 $0, $1, $1, $2; and.b32 $0, $0, 0x7F800000;"  # a byte to where a float32 has its exponent
-    return [_asm(rotate, "=r,r,r", word, (23 - bit) & 31) for word in pieces]
-
-
-def _add_product(c, a, b, interpret):
-    """c + a b in one instruction, of which Triton makes two."""
-    return c + a * b if interpret else _asm("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", a, b, c)
-
-
-def _asm(text, registers, *args):
-    results = [jax.ShapeDtypeStruct(args[0].shape, jnp.float32)]
-    return plgpu.elementwise_inline_asm(text, args=args, constraints=registers, pack=1, result_shape_dtypes=results)[0]
+    result = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    about: Any = dict(constraints="=r,r,r", pack=1, result_shape_dtypes=result)
+    return [plgpu.elementwise_inline_asm(rotate, args=[word, (23 - bit) & 31], **about)[0] for word in pieces]
 
 
 def _lifted(x):

@@ -5,8 +5,7 @@ units, and the second product weighs and sums what the experts give, which never
 """
 
 import functools
-from collections.abc import Callable
-from math import gcd
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from kimi_jax.kernels.approximate import functions
-
-Activation = Callable[[Array, Array], Array]
+from kimi_jax.kernels.experts_few import Activation
 
 
 def experts_one(
@@ -44,8 +42,8 @@ def experts_one(
     first = jnp.asarray(first, jnp.int32).reshape(1)
     experts = k if shared is None else k + 1
     shared_gate_up, shared_down = ((), ()) if shared is None else ((shared[0],), (shared[1],))
-    math, params = functions(interpret=interpret), plgpu.CompilerParams(num_warps=1, num_stages=1)
-    gate_up_sums, down_sums = (functools.partial(_sums, columns=some, math=math) for some in columns)
+    fast, params = functions(interpret=interpret), plgpu.CompilerParams(num_warps=1, num_stages=1)
+    gate_up_sums, down_sums = (functools.partial(_sums, columns=some, fast=fast) for some in columns)
     call = functools.partial(pl.pallas_call, compiler_params=params, interpret=interpret)
     hidden = call(
         functools.partial(_gate_up, activation=activation, sums=gate_up_sums),
@@ -68,7 +66,7 @@ def _gate_up(x_ref, chosen_ref, first_ref, gate_up_ref, *refs, activation, sums)
 
     def run(ref, *expert):
         rows = [(ref, (*expert, part, row)) for part in (gate, up)]
-        gate_sum, up_sum = sums(rows, (x_ref, (choice * 0,)))
+        gate_sum, up_sum = sums(rows, (x_ref, (jnp.int32(0),)))
         hidden_ref[choice, row] = activation(gate_sum.astype(dtype), up_sum.astype(dtype))
 
     if shared_ref:
@@ -82,7 +80,9 @@ def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, sums)
     *shared_ref, out_ref = refs
     row, k, dtype = pl.program_id(0), chosen_ref.shape[1], hidden_ref.dtype
     total = jnp.float32(0)
-    for choice in range(k):  # what is not held is not read: a branch would make each expert wait for the one before
+    for choice in range(k):
+        # What is not held is not read, its hidden row was never written and may be NaN. Not a branch, in which each
+        # expert would wait for the one before.
         expert = chosen_ref[0, choice] - first_ref[0]
         held = (expert >= 0) & (expert < down_ref.shape[0])
         (out,) = sums([(down_ref, (jnp.where(held, expert, 0), row))], (hidden_ref, (jnp.int32(choice),)), mask=held)
@@ -92,16 +92,16 @@ def _down(hidden_ref, chosen_ref, weights_ref, first_ref, down_ref, *refs, sums)
     out_ref[0, row] = total
 
 
-def _sums(rows, x, *, columns, math, mask=True):
-    """sum_c row[c] x[c] for each row, float32; where the mask is False, 0, unread. A row, and x, are a reference and
-    the indices in front of the last.
+def _sums(rows, x, *, columns, fast, mask=True):
+    """sum_c row[c] x[c] for each row, float32. rows, x: pairs of a reference and an index, which name the vector
+    reference[*index, :]. Where the mask is False, nothing is read and the sums are 0.
     """
     width = rows[0][0].shape[-1]
-    columns = gcd(columns, width)
+    columns = math.gcd(columns, width)
     mask = jnp.broadcast_to(jnp.asarray(mask), (columns,))
     totals = [jnp.zeros((columns,), jnp.float32)] * len(rows)
     for at in range(0, width, columns):
         some = pl.ds(at, columns)
         x_part, *parts = (plgpu.load(ref.at[(*index, some)], mask=mask, other=0.0) for ref, index in (x, *rows))
-        totals = [math.add_product(total, part, x_part) for total, part in zip(totals, parts, strict=True)]
+        totals = [fast.multiply_add_bfloat16(part, x_part, total) for total, part in zip(totals, parts, strict=True)]
     return [jnp.sum(total) for total in totals]

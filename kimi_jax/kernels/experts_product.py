@@ -1,4 +1,4 @@
-"""What both forms of the routed experts share: an expert's rows times a block of tokens, and the weighted sum."""
+"""What the routed experts for few and many tokens share: an expert's rows times a block of tokens; the weighted sum."""
 
 import jax.numpy as jnp
 from jax import lax

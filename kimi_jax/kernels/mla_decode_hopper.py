@@ -104,11 +104,13 @@ def attend_absorbed_hopper(
     return out[:, :, :H], lse[:, :, :H]
 
 
-def splits_for(tiles, programs):
-    """The fewest programs, of at most so many, in which none has more tiles than it would have among all: each leaves
-    an output to be merged.
+def splits_for(tiles: int, programs: int) -> int:
+    """As many as there are programs, or tiles; a sixteenth fewer at most where a full cache's longest share does not
+    grow by it: each leaves an output to be merged.
     """
-    return pl.cdiv(tiles, pl.cdiv(tiles, max(1, programs)))
+    most = max(1, min(programs, tiles))
+    fewer = pl.cdiv(tiles, pl.cdiv(tiles, most))
+    return fewer if 16 * fewer >= 15 * most else most
 
 
 def _registers(N):

@@ -1,7 +1,6 @@
-"""RMSNorm of few rows, each in one program, with the residual add before it.
+"""RMSNorm of few rows, each in one program, with the sum before it.
 
-The sibling of `ops.norm.sum_rms_norm`: XLA makes two kernels of a single row, its mean square and its
-quotient.
+The sibling of `ops.norm.sum_rms_norm`: XLA makes two kernels of a single row, its mean square and its quotient.
 """
 
 import functools
@@ -55,7 +54,7 @@ def _normalise(*refs, terms, eps, width):
     row, D = pl.program_id(0), out_ref.shape[1]
     inside = jnp.arange(width, dtype=jnp.int32) < D
     everything = pl.ds(row * 0, width)
-    # First, as nothing may be read ahead of a write; it has most often left the cache, and takes longest.
+    # The weight first: nothing is read ahead of a write, and it takes longest, having most often left the cache.
     weight = plgpu.load(weight_ref.at[everything], mask=inside, other=0.0)
     x, *others = [plgpu.load(ref.at[row, everything], mask=inside, other=0.0) for ref in term_refs]
     for other in others:

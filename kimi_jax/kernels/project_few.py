@@ -4,8 +4,8 @@ The sibling of `ops.linear.project` for decode, where a small weight takes less 
 """
 
 import functools
+import math
 from collections.abc import Sequence
-from math import gcd
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def project_few(
     """
     N, D = xs[0].shape
     if N == 1:
-        kernel = functools.partial(_one_row, math=functions(interpret=interpret))
+        kernel = functools.partial(_one_row, fast=functions(interpret=interpret))
         best = (1 if D > 1024 else 16, 256, 1, 1)
     else:
         kernel, best = _some_rows, (32, 128, 5, 2) if D > 1024 else (64, 128, 5, 4)
@@ -72,9 +72,9 @@ def _each(*refs, run, tiles):
         before += own
 
 
-def _one_row(x_ref, weight_ref, out_ref, tile, *, rows, columns, math):
+def _one_row(x_ref, weight_ref, out_ref, tile, *, rows, columns, fast):
     O, D = weight_ref.shape
-    columns = gcd(columns, D)
+    columns = math.gcd(columns, D)
     row = tile * rows + jnp.arange(rows, dtype=jnp.int32)
     inside = row < O
     sums = jnp.zeros((rows, columns), jnp.float32)
@@ -82,7 +82,7 @@ def _one_row(x_ref, weight_ref, out_ref, tile, *, rows, columns, math):
         weight = _load_rows(weight_ref, tile, inside, at, rows, columns)
         column = jnp.broadcast_to((at + jnp.arange(columns, dtype=jnp.int32))[None, :], (rows, columns))
         x = plgpu.load(x_ref.at[jnp.zeros_like(column), column])  # where the weight's columns are: nothing to exchange
-        sums = math.add_product(sums, weight, x)
+        sums = fast.multiply_add_bfloat16(weight, x, sums)
     plgpu.store(
         out_ref.at[jnp.int32(0), pl.ds(tile * rows, rows)], jnp.sum(sums, axis=1).astype(out_ref.dtype), mask=inside
     )
@@ -90,7 +90,7 @@ def _one_row(x_ref, weight_ref, out_ref, tile, *, rows, columns, math):
 
 def _some_rows(x_ref, weight_ref, out_ref, tile, *, rows, columns):
     (N, D), O = x_ref.shape, weight_ref.shape[0]
-    columns, padded = gcd(columns, D), max(16, pl.next_power_of_2(N))
+    columns, padded = math.gcd(columns, D), max(16, pl.next_power_of_2(N))
     inside = tile * rows + jnp.arange(rows, dtype=jnp.int32) < O
     live = jnp.arange(padded, dtype=jnp.int32) < N
     everyone = pl.ds(tile * 0, padded)

@@ -21,13 +21,13 @@ from sharding_rules import Layout
 from sharding_rules.axes import EMBED
 
 LayerCache = LatentCache | DeltaState
-Terms = tuple[Float[Array, "B T D"], ...]
+Terms = tuple[Float[Array, "B T D"], ...]  # of a sum, which has the dtype of the first: others may be float32
 Stored = tuple[Float[Array, "B T D"], ...]
 
 
 class Block(nnx.Module):
     """attend: attention(RMS(h));  feed: ffn(RMS(h));  h is the sum of one term or two, and is handed back. Which sums
-    there are is the decoder's part.
+    there are is the decoder's part; one that has its sum already gives it as the only term.
 
     run(module, *args): how attention and ffn are called; whoever owns the decoder may put something around it.
     """

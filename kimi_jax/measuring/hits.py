@@ -11,7 +11,7 @@ from kimi_jax.compiled import Compiled
 from kimi_jax.layers.chunk import Chunk
 from kimi_jax.layers.kda import DeltaState
 from kimi_jax.layers.moe import MoE
-from kimi_jax.model import Stream, Transformer
+from kimi_jax.model import Transformer
 from kimi_jax.ops.routing import route
 from kimi_jax.runtime import Model
 from kimi_jax.state import Cache, State, cache_shardings
@@ -61,7 +61,7 @@ def reach(
     """
     heard = overhear(decoder, _chosen)
     chunk = Chunk(cache.lengths, counts)
-    walked = list(decoder.walk(Stream((decoder.enter(tokens, chunk),)), chunk, cache.layers))
+    walked = list(decoder.walk(decoder.enter(tokens, chunk), chunk, cache.layers))
     layers = tuple(
         old if isinstance(old, DeltaState) else new for old, (_, new) in zip(cache.layers, walked, strict=True)
     )

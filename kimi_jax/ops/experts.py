@@ -100,7 +100,7 @@ def experts_packed(
 
 
 def experts(x, chosen, weights, gate_up, down, *, activation, first=0) -> Float32[Array, "N D"]:
-    """`experts_grouped` in the form that is fastest where it runs: on CUDA a kernel for few or for many tokens."""
+    """`experts_grouped` in the form that is fastest where it runs: on CUDA a kernel for one token, few or many."""
     run = partial(experts_grouped, activation=activation)
     if not experts_few.supports_widths(x, down.shape[2]):
         return run(x, chosen, weights, gate_up, down, first=first)

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def _multiply_add(a, b, c):
-    """Of floats: the product of two numbers of bfloat16, and its sum with one of float32, in float64; rounded once."""
+    """Of floats, in float64, then rounded."""
     a, b, c = (x.view(np.float32).astype(np.float64) for x in (a, b, c))
     return (a * b + c).astype(np.float32).view(np.uint32)
 

@@ -77,9 +77,10 @@ def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "programs", "splits"), [(2048, 66, 64), (2048, 132, 128), (16384, 132, 132), (5, 66, 5), (5, 0, 1)]
+    ("tiles", "programs", "splits"),
+    [(2048, 66, 64), (2048, 132, 128), (16384, 132, 132), (133, 132, 132), (64, 44, 44), (5, 66, 5), (5, 0, 1)],
 )
-def test_no_program_is_taken_that_makes_the_longest_share_no_shorter(tiles, programs, splits):
+def test_few_programs_are_left_out_where_a_full_cache_needs_no_more(tiles, programs, splits):
     assert splits_for(tiles, programs) == splits
 
 
