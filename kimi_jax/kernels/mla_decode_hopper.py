@@ -71,7 +71,7 @@ def attend_absorbed_hopper(
     B, _, H, Z = query.shape
     blocks = pl.cdiv(H, MOST_HEADS)
     N = pl.cdiv(H, blocks * 8) * 8
-    splits = splits or splits_for(pl.cdiv(rows.shape[2], TILE), PROGRAMS // (B * blocks))
+    splits = splits or max(1, min(PROGRAMS // (B * blocks), pl.cdiv(rows.shape[2], TILE)))
     parts = Z - latent, latent // 2, latent // 2
     _, scoring = _registers(N)
     kept = sum(sum(parts[:k]) // 4 <= scoring - SCORING for k in (1, 2, 3)) if kept is None else kept
@@ -102,15 +102,6 @@ def attend_absorbed_hopper(
         return outs[:, :, :H].astype(jnp.float32), lses[:, :, :H]
     out, lse = merge_stretches(outs, lses, interpret=interpret is not None)
     return out[:, :, :H], lse[:, :, :H]
-
-
-def splits_for(tiles: int, programs: int) -> int:
-    """As many as there are programs, or tiles; a sixteenth fewer at most where a full cache's longest share does not
-    grow by it: each leaves an output to be merged.
-    """
-    most = max(1, min(programs, tiles))
-    fewer = pl.cdiv(tiles, pl.cdiv(tiles, most))
-    return fewer if 16 * fewer >= 15 * most else most
 
 
 def _registers(N):

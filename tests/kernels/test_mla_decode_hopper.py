@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kimi_jax.kernels import mla_decode_roles, mla_decode_warps
-from kimi_jax.kernels.mla_decode_hopper import SHORTEST, attend_absorbed_hopper, splits_for, supports
+from kimi_jax.kernels.mla_decode_hopper import SHORTEST, attend_absorbed_hopper, supports
 from kimi_jax.ops.attention import Keys, attend_absorbed
 
 S, R, P = 300, 128, 64
@@ -74,14 +74,6 @@ def test_hopper_kernel_equals_absorbed_attention(heads, options, monkeypatch):
     np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(want.lse)[seen], rtol=0, atol=1e-5)
     error = np.linalg.norm(out - want.out) / np.linalg.norm(want.out)
     assert error < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("tiles", "programs", "splits"),
-    [(2048, 66, 64), (2048, 132, 128), (16384, 132, 132), (133, 132, 132), (64, 44, 44), (5, 66, 5), (5, 0, 1)],
-)
-def test_few_programs_are_left_out_where_a_full_cache_needs_no_more(tiles, programs, splits):
-    assert splits_for(tiles, programs) == splits
 
 
 def test_a_ring_that_cannot_hold_two_tiles_is_refused():
