@@ -1,11 +1,15 @@
-"""The README's pictures, made by `python notebooks/pictures.py`: the floors, and one helix step.
+"""The README's pictures, made by `python notebooks/pictures.py`: the floors, one helix step, and how steps scale.
 
-Both are drawn from the code: from the floors that the tests hold every import to, and from the rules of who owns a
-position and a head.
+The first two are drawn from the code: from the floors that the tests hold every import to, and from the rules of who
+owns a position and a head. The third is drawn from what `bench --scaling --json` wrote.
 """
 
+import itertools
+import json
 import sys
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,6 +19,7 @@ from matplotlib.figure import Figure
 from sharding_rules import axes, helix, stripes
 
 HERE = Path(__file__).parent
+SCALING = HERE / "measured" / "h200x2-scaling.json"
 COLOURS = plt.color_sequences["okabe_ito"][5:] + plt.color_sequences["okabe_ito"][3:4]
 WORDS = {"ha": "center", "va": "center"}
 ABOUT = (
@@ -81,6 +86,28 @@ def helix_step(cp: int = 4, heads: int = 8, tokens: int = 22, block: int = 2) ->
     return figure
 
 
+def scaling(report: dict[str, Any]) -> Figure:
+    """Milliseconds of a decode step against the context, one panel a batch, one line a layout, and every floor."""
+    rows = [row for row in report["rows"] if row["timed"] is not None]
+    batches, contexts = (sorted({row[name] for row in rows}) for name in ("batch", "context"))
+    layouts = list(dict.fromkeys(row["layout"] for row in rows))
+    figure, panels = plt.subplots(1, len(batches), figsize=(8, 3.2), layout="constrained", squeeze=False)
+    for panel, batch in zip(panels[0], batches, strict=True):
+        for layout, colour in zip(layouts, itertools.cycle(plt.color_sequences["okabe_ito"])):
+            own = [row for row in rows if (row["batch"], row["layout"]) == (batch, layout)]
+            own.sort(key=itemgetter("context"))
+            x, floor = [row["context"] for row in own], [1e3 * row["timed"]["floor"] for row in own]
+            y = [1e3 * row["timed"]["seconds"]["median"] for row in own]
+            panel.plot(x, y, "o-", color=colour, label=layout)
+            panel.plot(x, floor, ":", color=colour)
+        panel.set(xscale="log", ylim=0, title=f"batch {batch}", xlabel="tokens held")
+        panel.set_xticks(contexts, [f"{context:,}" for context in contexts])
+        panel.minorticks_off()
+    panels[0][0].set_ylabel("ms a step (dotted: floor)")
+    panels[0][0].legend(frameon=False)
+    return figure
+
+
 def _page(width: float, height: float) -> tuple[Figure, Axes]:
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     axis.axis("off")
@@ -95,8 +122,9 @@ def _cell(axis: Axes, x: float, y: float, rank: int | None, words: str, width: f
 
 
 def save_all(names: list[set[str]], folder: Path) -> None:
-    """Both as SVG, words as words, the same bytes each time."""
-    for name, figure in (("floors", floors(names)), ("helix-step", helix_step())):
+    """All as SVG, words as words, the same bytes each time."""
+    figures = {"floors": floors(names), "helix-step": helix_step(), "scaling": scaling(json.loads(SCALING.read_text()))}
+    for name, figure in figures.items():
         with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)

@@ -71,7 +71,7 @@ def test_it_ends_with_an_assertion_about_its_claim(file):
 def test_the_readme_shows_pictures_that_are_up_to_date(tmp_path):
     """By their words: the rest of an SVG differs from one version of matplotlib to the next."""
     runpy.run_path(str(ROOT / "notebooks" / "pictures.py"))["save_all"](FLOORS, tmp_path)
-    for name in ("floors.svg", "helix-step.svg"):
+    for name in ("floors.svg", "helix-step.svg", "scaling.svg"):
         kept, made = ((folder / name).read_text() for folder in (ROOT / "notebooks" / "pictures", tmp_path))
         words = [re.findall(r">([^<>]*\w[^<>]*)</text>", svg) for svg in (kept, made)]
         assert len(words[0]) > 10 and words[0] == words[1], "run python notebooks/pictures.py"

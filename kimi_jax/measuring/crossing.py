@@ -47,19 +47,16 @@ class Report:
     @property
     def crossovers(self) -> list[dict[str, Any]]:
         """For each number of ranks and each batch, the context from which the best layout that splits the cache is
-        faster than the best that does not; None where it is not.
+        faster than the best that does not; None where it is not. Left out where only one kind was timed.
         """
-        cases = sorted({(row.ranks, row.batch) for row in self.rows if row.ranks > 1 and row.timed is not None})
-        return [
-            {
-                "ranks": ranks,
-                "batch": batch,
-                "context": crossover(
-                    self._best(ranks, batch, lambda row: row.cp == 1), self._best(ranks, batch, lambda row: row.cp > 1)
-                ),
-            }
-            for ranks, batch in cases
-        ]
+        found = []
+        for ranks, batch in sorted({(row.ranks, row.batch) for row in self.rows if row.ranks > 1}):
+            whole, split = (
+                self._best(ranks, batch, among) for among in (lambda row: row.cp == 1, lambda row: row.cp > 1)
+            )
+            if whole.keys() & split.keys():
+                found.append({"ranks": ranks, "batch": batch, "context": crossover(whole, split)})
+        return found
 
     def to_json(self) -> str:
         """All of it."""

@@ -100,6 +100,12 @@ def test_the_report_compares_with_one_device_and_keeps_the_layouts_that_lose():
     assert "2 ranks, batch 4: cp pays from context 13 on" in said
 
 
+def test_a_report_without_one_kind_of_layout_says_nothing_of_what_pays():
+    rows = [_row(1, 1, 4, 10, 4.0), _row(1, 2, 4, 10, 3.0)]
+    report = Report({"layers": 2, "dtype": "bfloat16"}, Machine("H", 2, 1.0, 1.0, {}), rows)
+    assert report.crossovers == [] and "pay" not in repr(report)
+
+
 @pytest.mark.slow
 def test_a_layout_is_timed_with_one_model_and_one_loop_a_batch():
     layout, cases = helix(1, 2), [(1, 16), (2, 16), (2, 100)]
