@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from kimi_jax.measuring import kernels
 from kimi_jax.measuring.machine import Machine
+from tests.helpers import lowered_for_a_gpu
 
-GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-ONE_GPU = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=GPU)
 MACHINE = Machine("test", 1, copy_rate=1e9, matrix_rate=1e9, versions={})
 SMALL = {
     "MLA decode": lambda: kernels.mla_decode(4, 512),
@@ -42,9 +41,7 @@ def test_every_kernel_has_its_cases():
 @pytest.mark.parametrize("case", list(kernels.all_cases()), ids=lambda case: case.name)
 def test_every_kernel_lowers_for_cuda_with_this_jax(case):
     shapes = jax.eval_shape(case.make, jax.random.key(0))
-    with jax.sharding.use_abstract_mesh(ONE_GPU):
-        lowered = jax.jit(lambda *arrays: case.call(*arrays)).trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
+    assert "triton" in lowered_for_a_gpu(case.call, *shapes)
 
 
 @pytest.mark.parametrize(("tokens", "hit"), [(1, 8), (4096, 256)])
