@@ -167,10 +167,12 @@ def test_another_prompt_on_one_process_ends_both_with_status_2(command):
 def test_a_late_process_is_waited_for_by_name(command):
     port, prompt = free_port(), ("--prompt", "In the beginning", "--max-new-tokens", "5")
     first = command(port, 0, *prompt)
-    time.sleep(20)
+    assert any(
+        "process 0 of 2 waits for process 1 to come to" in line for line in first.stderr
+    )  # reads until it says so
     second = command(port, 1, *prompt)
-    text, errors = first.communicate(timeout=300)
-    assert first.returncode == 0 and "process 0 of 2 waits for process 1 to come to" in errors
+    text, _ = first.communicate(timeout=300)
+    assert first.returncode == 0
     assert "In the beginning of t" in spoken_text(text)
     assert "beginning" not in second.communicate(timeout=60)[0]  # the first prints
 
